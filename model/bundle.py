@@ -1,0 +1,386 @@
+"""The bundle: a model as one immutable, checksummed folder that training writes and the service reads.
+
+Files (architecture.md, "The bundle"):
+    encoder.onnx, encoder.weights     history → state, weights as external data
+    ranker.onnx, ranker.weights       state → top-k with mean, variance and log-partition
+    items.parquet                     number ↔ id, training count, title
+    calibration.json                  temperature and confidence map
+    golden.npz                        inputs and outputs for the parity check on load
+    manifest.json                     what the model is, and the sha256 of every other file
+
+Free of torch. Errors: every complaint about a bundle is a `BundleError` that names the folder and the file.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+import polars as pl
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from model.config import FIRST_ITEM, ModelConfig
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+FILES = (
+    "encoder.onnx",
+    "encoder.weights",
+    "ranker.onnx",
+    "ranker.weights",
+    "items.parquet",
+    "calibration.json",
+    "golden.npz",
+)
+
+Event = Literal["next_new_item", "next_item"]
+"""What a confidence is the probability of: the next item not had before, or the next item of any kind."""
+
+FEATURES = (
+    "logit_probability",
+    "log_variance",
+    "log_training_count",
+    "entropy",
+    "log_mean_precision",
+    "log_num_events",
+)
+"""Inputs of the confidence map, in order (math.md, "Scoring and its uncertainty")."""
+
+
+class BundleError(Exception):
+    """A bundle is missing, damaged, or of another format; the message names the folder, the file and the cure."""
+
+
+class Strict(BaseModel):
+    """Base of the bundle's JSON documents."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CalibrationReport(Strict):
+    """How far the confidences could be trusted on test: each number beside its interval, if it has one."""
+
+    ece_at_10: float
+    ece_null_interval: tuple[float, float]
+    mean_confidence: float
+    brier_skill_at_10: float
+    num_users: int
+
+
+class Calibration(Strict):
+    """From scores to probabilities and confidences (math.md, "Scoring and its uncertainty").
+
+    The raw probability of item i is softmax_i(logit_i/T); its confidence is σ(bias + w·(x_i − mean)/std), a
+    logistic map over `features`, increasing in the probability, that never looks at the list around the item.
+    """
+
+    event: Event
+    method: str = "temperature + logistic map"
+    temperature: float = Field(gt=0)
+    """T of the raw probabilities, fitted on validation."""
+    variance_scale: float = Field(ge=0)
+    """c of the predictive logit, learned in training; 0 for a plain model."""
+    features: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[Annotated[float, Field(gt=0)], ...]
+    weights: tuple[float, ...]
+    bias: float
+    report: CalibrationReport | None = None
+
+    def confidence(self, features: dict[str, np.ndarray]) -> np.ndarray:
+        """Calibrated probability, in (0, 1), that each item is the user's next event.
+
+        Args:
+            features: name → array; arrays broadcast against each other, users along axis 0.
+        """
+        logit: Any = self.bias
+        for name, mean, std, weight in zip(self.features, self.mean, self.std, self.weights, strict=True):
+            logit = logit + weight * (features[name] - mean) / std
+        return np.asarray(1 / (1 + np.exp(-np.asarray(logit, np.float64))))
+
+
+def confidence_features(
+    log_probability: np.ndarray,
+    score_variance: np.ndarray,
+    training_count: np.ndarray,
+    entropy: np.ndarray,
+    mean_precision: np.ndarray,
+    num_events: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """The confidence map's inputs, by the names of `FEATURES`.
+
+    Args:
+        log_probability: (B,M) log p_i ≤ 0 of each item.
+        score_variance: (B,M) v_i ≥ 0.
+        training_count: (B,M) n_i.
+        entropy: (B,) of the distribution over the catalogue, in nats.
+        mean_precision: (B,) mean over dimensions of the final state's precision; infinite for a plain model.
+        num_events: (B,) events of the user.
+    """
+    # log p − log(1−p), exact for small p; p is kept off 1 so that the odds stay finite.
+    log_probability = np.minimum(log_probability.astype(np.float64), -1e-9)
+    tiny = np.finfo(np.float32).tiny
+    return {
+        "logit_probability": log_probability - np.log(-np.expm1(log_probability)),
+        "log_variance": np.log(np.maximum(score_variance, tiny)),
+        "log_training_count": np.log1p(training_count),
+        "entropy": entropy[:, None],
+        "log_mean_precision": np.log(np.maximum(mean_precision, tiny))[:, None],
+        "log_num_events": np.log1p(num_events)[:, None],
+    }
+
+
+Document = TypeVar("Document", bound=Strict)
+
+
+class FileEntry(Strict):
+    sha256: str
+    size_bytes: int
+
+
+def _parse_time(value: Any) -> Any:
+    return datetime.fromisoformat(value) if isinstance(value, str) else value
+
+
+class Manifest(Strict):
+    """What the bundle is and where it comes from."""
+
+    format_version: int
+    name: str
+    version: str
+    """Content hash of the bundle, also its folder's name."""
+    lineage: str
+    """Catalogue lineage: item numbers mean the same in every bundle of one lineage."""
+    created_at: Annotated[datetime, BeforeValidator(_parse_time)]
+    model: ModelConfig
+    num_items: int
+    event: Event
+    custom_ops: dict[str, tuple[str, ...]]
+    """Graph → names of its nodes in the ONNX domain `bft`."""
+    data: dict[str, Any]
+    metrics: dict[str, Any]
+    training: dict[str, Any]
+    versions: dict[str, str]
+    files: dict[str, FileEntry]
+
+
+class Items:
+    """The catalogue as the service needs it: id ↔ number, training count, title.
+
+    Args:
+        frame: columns number, item_id, training_count, title (nullable); sorted by number from FIRST_ITEM on.
+    """
+
+    def __init__(self, frame: pl.DataFrame) -> None:
+        numbers = frame["number"].to_numpy()
+        if not np.array_equal(numbers, np.arange(FIRST_ITEM, FIRST_ITEM + len(frame))):
+            raise BundleError("items.parquet: numbers do not run from 4 upwards without a gap; re-export the bundle")
+        self.ids: list[str] = frame["item_id"].to_list()
+        self.training_counts = frame["training_count"].to_numpy().astype(np.int64)
+        self.titles: list[str | None] = frame["title"].to_list()
+        self._rows = {item_id: row for row, item_id in enumerate(self.ids)}
+        if len(self._rows) != len(self.ids):
+            raise BundleError("items.parquet: an item_id stands twice; re-export the bundle")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def number(self, item_id: str) -> int | None:
+        """The item's number, or None when the catalogue does not know the id."""
+        row = self._rows.get(item_id)
+        return None if row is None else row + FIRST_ITEM
+
+    def item_id(self, number: int) -> str:
+        """The external id of a catalogue number."""
+        return self.ids[number - FIRST_ITEM]
+
+
+def items_frame(ids: list[str], training_counts: np.ndarray, titles: list[str | None]) -> pl.DataFrame:
+    """The table that becomes items.parquet, in catalogue order."""
+    return pl.DataFrame(
+        {
+            "number": np.arange(FIRST_ITEM, FIRST_ITEM + len(ids), dtype=np.int64),
+            "item_id": pl.Series(ids, dtype=pl.String),
+            "training_count": training_counts.astype(np.int64),
+            "title": pl.Series(titles, dtype=pl.String),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class GoldenCase:
+    """One recorded call of a graph: named inputs and the outputs they gave in training."""
+
+    graph: str
+    inputs: dict[str, np.ndarray]
+    outputs: dict[str, np.ndarray]
+
+
+def golden_arrays(cases: list[GoldenCase]) -> dict[str, np.ndarray]:
+    """Golden cases as the flat names of golden.npz: `<case>/<graph>/<in|out>/<name>`."""
+    return {
+        f"{index}/{case.graph}/{side}/{name}": array
+        for index, case in enumerate(cases)
+        for side, arrays in (("in", case.inputs), ("out", case.outputs))
+        for name, array in arrays.items()
+    }
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: its folder, and its small documents parsed. Graphs are loaded by whoever runs them."""
+
+    folder: Path
+    manifest: Manifest
+    calibration: Calibration
+    items: Items
+
+    def graph_path(self, graph: str) -> Path:
+        """Path of `encoder` or `ranker`."""
+        return self.folder / f"{graph}.onnx"
+
+    def golden_cases(self) -> list[GoldenCase]:
+        """The recorded calls, in the order they were recorded."""
+        cases: dict[str, GoldenCase] = {}
+        with np.load(self.folder / "golden.npz", allow_pickle=False) as arrays:
+            for key in arrays.files:
+                index, graph, side, name = key.split("/")
+                case = cases.setdefault(index, GoldenCase(graph, {}, {}))
+                (case.inputs if side == "in" else case.outputs)[name] = arrays[key]
+        return list(cases.values())
+
+
+def open_bundle(folder: Path | str) -> Bundle:
+    """Verify every checksum and parse the documents.
+
+    Args:
+        folder: the bundle's folder, or a link to it.
+
+    Raises:
+        BundleError: the folder or a file is missing, damaged, unlisted, or of a format this code does not read.
+    """
+    folder = Path(folder).resolve()
+    manifest = _read_manifest(folder)
+    _verify_files(folder, manifest)
+    calibration = _parse(folder / "calibration.json", Calibration)
+    try:
+        items = Items(pl.read_parquet(folder / "items.parquet"))
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise BundleError(f"{folder}: items.parquet cannot be read ({error}); publish the bundle again") from error
+    if len(items) != manifest.num_items:
+        raise BundleError(
+            f"{folder}: items.parquet has {len(items)} items, manifest.json says {manifest.num_items}; re-export"
+        )
+    return Bundle(folder, manifest, calibration, items)
+
+
+def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+    """Write a bundle under `parent`, in a folder named by its content hash, all or nothing.
+
+    Args:
+        parent: the folder that receives the bundle.
+        manifest: the fields of `Manifest` but `format_version`, `version` and `files`, which are added here.
+        fill: writes every file of `FILES` into the folder it is given.
+
+    Returns:
+        the bundle's folder; an identical bundle that is already there is left as it is.
+
+    Raises:
+        BundleError: `fill` left out a file or the manifest's fields are wrong; nothing stays behind.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=parent))
+    try:
+        fill(staging)
+        files = {}
+        for name in FILES:
+            if not (staging / name).is_file():
+                raise BundleError(f"{staging}: {name} was not written; the export is incomplete")
+            files[name] = FileEntry(sha256=_sha256(staging / name), size_bytes=(staging / name).stat().st_size)
+        document = {
+            **manifest,
+            "format_version": FORMAT_VERSION,
+            "version": _content_hash(manifest, files),
+            "files": files,
+        }
+        parsed = Manifest.model_validate(document)
+        (staging / MANIFEST).write_text(parsed.model_dump_json(indent=2) + "\n")
+        for path in staging.iterdir():
+            _fsync(path)
+        staging.chmod(0o755)
+        _fsync(staging)
+        target = parent / parsed.version
+        if target.exists():
+            shutil.rmtree(staging)
+        else:
+            staging.rename(target)
+            _fsync(parent)
+        return target
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise BundleError(f"{folder}: no {MANIFEST} here; point to a bundle's folder or to a registry with one published")
+    try:
+        found = json.loads(path.read_bytes()).get("format_version")
+    except (ValueError, AttributeError) as error:
+        raise BundleError(f"{folder}: {MANIFEST} is not a JSON object; publish the bundle again") from error
+    if found != FORMAT_VERSION:
+        raise BundleError(
+            f"{folder}: exported for format {found}, this version reads {FORMAT_VERSION}: upgrade, or export again"
+        )
+    return _parse(path, Manifest)
+
+
+def _verify_files(folder: Path, manifest: Manifest) -> None:
+    present = {path.name for path in folder.iterdir()} - {MANIFEST}
+    for name in sorted(present - set(manifest.files)):
+        raise BundleError(f"{folder}: {name} is not listed in {MANIFEST}; remove it, or publish the bundle again")
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BundleError(f"{folder}: {name} is missing; publish the bundle again")
+        if path.stat().st_size != entry.size_bytes or _sha256(path) != entry.sha256:
+            raise BundleError(f"{folder}: {name} does not match its checksum in {MANIFEST}; publish the bundle again")
+    for name in FILES:
+        if name not in manifest.files:
+            raise BundleError(f"{folder}: {MANIFEST} does not list {name}; export the bundle again")
+
+
+def _parse(path: Path, model: type[Document]) -> Document:
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise BundleError(f"{path.parent}: {path.name}, field {field}: {first['msg']}; export the bundle again") from error
+
+
+def _content_hash(manifest: dict[str, Any], files: dict[str, FileEntry]) -> str:
+    named = {name: entry.sha256 for name, entry in sorted(files.items())}
+    text = json.dumps([named, str(manifest["name"]), str(manifest["lineage"])], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+"""The model's hyper-parameters, its special tokens and its window rule (math.md, "The sequence").
+
+Free of torch: training and service both read it.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PAD = 0
+"""Fills the right end of a shorter row; takes no attention mass."""
+BOS = 1
+"""A user before any event: position 0 of every sequence."""
+UNK = 2
+"""An item this model does not know; keeps an unknown event's place."""
+MASK = 3
+"""BERT4Rec's query token."""
+FIRST_ITEM = 4
+"""Catalogue items are numbered FIRST_ITEM … FIRST_ITEM + N - 1."""
+UNKNOWN_BASE = 2**31
+"""Numbers from here on stand for ids outside the catalogue; the encoder reads them as UNK."""
+
+
+def window_start(count: int, max_len: int) -> int:
+    """First event that the window of a user with `count` events shows (math.md, "The sequence").
+
+    A pure function of the count, so that training, encoder, step and an evicted cache agree.
+
+    Args:
+        count: events the user has in total, ≥ 0.
+        max_len: window length L in events, even, ≥ 2; BOS is not counted.
+
+    Returns:
+        0 while count ≤ L, else the smallest multiple of L/2 that leaves at most L events.
+    """
+    if count <= max_len:
+        return 0
+    stride = max_len // 2
+    return -(-(count - max_len) // stride) * stride
+
+
+class ModelConfig(BaseModel):
+    """Hyper-parameters of one network. Strict and frozen; written whole into manifest and report."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    backbone: Literal["sasrec"] = "sasrec"
+    filtering: bool = True
+    """`on`: precision-aware layers; `off`: the plain backbone."""
+    max_len: int = Field(default=50, ge=2, le=4096)
+    """Window length L in events, BOS not counted; even, because the window moves by L/2."""
+    width: int = Field(default=64, ge=1, le=4096)
+    num_layers: int = Field(default=2, ge=1, le=64)
+    num_heads: int = Field(default=2, ge=1, le=64)
+    ffn_width: int = Field(default=256, ge=1, le=16384)
+    dropout: float = Field(default=0.3, ge=0.0, lt=1.0)
+    """On embeddings, innovation and feed-forward output: the mean path only."""
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """On the kriging weights of the mean path; spread and sample size use the undropped weights."""
+    min_input_count: int = Field(default=1, ge=0)
+    """An item with fewer training uses is read as UNK: nothing was learned about it as an input."""
+    process_noise_init: float = Field(default=0.02, gt=0.0, le=10.0)
+    """Q at the start, a variance per layer and dimension."""
+    shrinkage_dof: float = Field(default=1.0, gt=0.0, le=100.0)
+    """ν0 of the scaled-inverse-χ² prior on the residual variance."""
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "ModelConfig":
+        if self.max_len % 2:
+            raise ValueError(f"max_len is {self.max_len}; it must be even, because the window moves by max_len/2")
+        if self.width % self.num_heads:
+            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+        return self

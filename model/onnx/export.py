@@ -1,0 +1,374 @@
+"""From a trained model to ONNX graphs with `bft` nodes, and the proof that they say the same as torch."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+from model import filtering
+from model.bundle import GoldenCase
+from model.config import BOS, FIRST_ITEM, PAD, UNK
+from model.filtering import Gaussian
+from model.layers import Steps
+from model.onnx.functions import EmittedSteps, attach_bodies, emit_gaussian_top_k
+from model.sasrec import SASRec
+
+OPSET = 21
+TOLERANCE = 1e-5
+"""|a−b| ≤ tolerance·(1+|b|), precisions compared as log λ (math.md, "What must hold")."""
+BATCH_SIZES = (1, 2, 5)
+
+
+class ExportError(Exception):
+    """The exported graph does not say what the torch model says."""
+
+
+class EncoderGraph(nn.Module):
+    """History → state: `encoder.onnx`."""
+
+    def __init__(self, model: SASRec, steps: Steps) -> None:
+        super().__init__()
+        self.model = model
+        self.steps = steps
+
+    def forward(self, items: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """mean and precision (B,D) at each row's last real position of items, weights (B,T)."""
+        state = self.model.encode(items, weights, self.steps)
+        last = ((items != PAD).sum(1) - 1).clamp_min(0)[:, None, None].expand(-1, 1, state.mean.shape[-1])
+        return state.mean.gather(1, last)[:, 0], state.precision.gather(1, last)[:, 0]
+
+
+class RankerGraph(nn.Module):
+    """State → list: `ranker.onnx`. The item table is a buffer; T and c stay inputs."""
+
+    item_table: Tensor
+    candidate_variance: Tensor
+    catalogue_mean: Tensor
+    prior_variance: Tensor
+    specials: Tensor
+
+    def __init__(self, model: SASRec) -> None:
+        super().__init__()
+        self.head = model.head
+        table = model.item_embedding.weight.detach()
+        log_count = torch.cat([torch.zeros(FIRST_ITEM), model.log_count])
+        self.register_buffer("item_table", table)
+        self.register_buffer("candidate_variance", model.head.candidate_variance(log_count).detach())
+        self.register_buffer("catalogue_mean", table[FIRST_ITEM:].mean(0))
+        self.register_buffer("prior_variance", prior_readout_variance(model))
+        self.register_buffer("specials", torch.arange(FIRST_ITEM)[None])
+
+    def forward(
+        self,
+        mean: Tensor,
+        precision: Tensor,
+        seen: Tensor,
+        blocked: Tensor,
+        k: Tensor,
+        temperature: Tensor,
+        variance_scale: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """See `functions.GaussianTopK`; adds the items' `reliability` (B,k) and the states' `mean_precision` (B,)."""
+        z = self.head.readout(Gaussian(mean, precision))
+        # Special tokens are never in the normaliser nor in a list.
+        specials = self.specials.expand(mean.shape[0], -1)
+        numbers, logit, score_mean, score_variance, log_partition, entropy = emit_gaussian_top_k(
+            (
+                *z,
+                self.item_table,
+                self.candidate_variance,
+                self.catalogue_mean,
+                torch.cat([seen, specials], 1),
+                torch.cat([blocked, specials], 1),
+                k,
+                temperature,
+                variance_scale,
+            ),
+            num_listed=2,
+        )
+        squares = self.item_table[numbers].square()
+        reliability = 1 - (squares * z.variance[:, None]).sum(-1) / (squares * self.prior_variance).sum(-1)
+        reliability = reliability.clamp(0, 1)
+        return numbers, logit, score_mean, score_variance, reliability, log_partition, entropy, precision.mean(-1)
+
+
+@torch.no_grad()
+def prior_readout_variance(model: SASRec) -> Tensor:
+    """ρ_BOS (D,): the readout variance of a user nobody has seen."""
+    state = model.eval().encode(torch.tensor([[BOS]]), torch.ones(1, 1))
+    return model.head.readout(Gaussian(state.mean[:, 0], state.precision[:, 0])).variance[0]
+
+
+@dataclass(frozen=True)
+class ExportedGraphs:
+    """What `export_graphs` did: the `bft` nodes of each graph, the golden cases, the largest deviation found."""
+
+    custom_ops: dict[str, tuple[str, ...]]
+    golden: list[GoldenCase]
+    max_error: float
+
+
+def export_graphs(model: SASRec, folder: Path, temperature: float) -> ExportedGraphs:
+    """Write encoder.onnx and ranker.onnx with their weights, and check both against torch.
+
+    Args:
+        model: trained; put into eval mode.
+        folder: receives encoder.onnx, encoder.weights, ranker.onnx, ranker.weights.
+        temperature: T of the golden cases.
+
+    Raises:
+        ExportError: torch and ONNX Runtime differ beyond the tolerance, at any of 3 lengths × 3 batch sizes; names
+            graph, output, shape and deviation.
+    """
+    model.eval()
+    custom_ops = {
+        "encoder": _export(EncoderGraph(model, EmittedSteps()), _encoder_signature(), folder, "encoder"),
+        "ranker": _export(RankerGraph(model), _ranker_signature(model.config.width), folder, "ranker"),
+    }
+    golden = golden_cases(model, temperature)
+    return ExportedGraphs(custom_ops, golden, check_parity(folder, golden))
+
+
+@torch.no_grad()
+def golden_cases(model: SASRec, temperature: float) -> list[GoldenCase]:
+    """Torch's own answers at 3 lengths × 3 batch sizes, short rows, unknown items and weights among them."""
+    generator = torch.Generator().manual_seed(0)
+    cases = []
+    for length in sorted({1, model.config.max_len // 2 + 1, model.config.max_len + 1}):
+        for batch in BATCH_SIZES:
+            items, weights = _random_rows(model, batch, length, generator)
+            mean, precision = EncoderGraph(model, filtering)(items, weights)
+            encoder_inputs = {"items": items, "weights": weights}
+            cases.append(_case("encoder", encoder_inputs, {"mean": mean, "precision": precision}))
+            cases.append(_ranker_case(model, Gaussian(mean, precision), items, temperature))
+    return cases
+
+
+def check_parity(folder: Path, cases: Sequence[GoldenCase]) -> float:
+    """Run the graphs in ONNX Runtime and compare with the recorded outputs.
+
+    Returns:
+        the largest |a−b|/(1+|b|) over all outputs, precisions as log λ.
+
+    Raises:
+        ExportError: it exceeds `TOLERANCE`.
+    """
+    sessions = {
+        graph: onnxruntime.InferenceSession(folder / f"{graph}.onnx", providers=["CPUExecutionProvider"])
+        for graph in sorted({case.graph for case in cases})
+    }
+    largest = 0.0
+    for case in cases:
+        found = sessions[case.graph].run(list(case.outputs), case.inputs)
+        for (name, expected), actual in zip(case.outputs.items(), found, strict=True):
+            error = relative_error(name, actual, expected)
+            if not error <= TOLERANCE:
+                raise ExportError(
+                    f"{case.graph}.onnx: output {name} of shape {expected.shape} differs from torch by {error:.2g} "
+                    f"(allowed {TOLERANCE:g}); the bundle was not written"
+                )
+            largest = max(largest, error)
+    return largest
+
+
+def relative_error(name: str, actual: np.ndarray, expected: np.ndarray) -> float:
+    """Largest |a−b|/(1+|b|); precisions as logarithms; equal infinities and NaNs agree, other ones never do."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    if "precision" in name:
+        with np.errstate(divide="ignore"):
+            actual, expected = np.log(actual), np.log(expected)
+    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0.0, np.abs(actual - expected) / (1 + np.abs(expected)))
+    return float(np.nan_to_num(error, nan=np.inf, posinf=np.inf).max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A graph's contract: example inputs, and the name of each axis (None: fixed) of inputs and outputs."""
+
+    examples: tuple[Tensor, ...]
+    inputs: dict[str, tuple[str | None, ...]]
+    outputs: dict[str, tuple[str | None, ...]]
+
+
+def _export(graph: nn.Module, signature: Signature, folder: Path, name: str) -> tuple[str, ...]:
+    """Export one graph; returns the names of its `bft` nodes."""
+    dynamic = tuple(
+        {axis: torch.export.Dim(label) for axis, label in enumerate(labels) if label} or None
+        for labels in signature.inputs.values()
+    )
+    with _quiet_exporter():
+        program = torch.onnx.export(
+            graph.eval(),
+            signature.examples,
+            input_names=list(signature.inputs),
+            dynamic_shapes=dynamic,
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model_proto
+    custom_ops = attach_bodies(model)
+    _name_values(model.graph, signature.outputs)
+    _strip_build_traces(model)
+    onnx.checker.check_model(model)
+    onnx.save_model(
+        model,
+        folder / f"{name}.onnx",
+        save_as_external_data=True,
+        all_tensors_to_one_file=True,
+        location=f"{name}.weights",
+        size_threshold=256,
+    )
+    return custom_ops
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Hide the exporter's remarks on optional packages and on its own deprecations: no user can act on them."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
+        yield
+    logger.setLevel(level)
+
+
+def _name_values(graph: onnx.GraphProto, outputs: dict[str, tuple[str | None, ...]]) -> None:
+    """Give the outputs their public names and axes, and number all other values.
+
+    The exporter names values after torch functions, and one called `mean` would clash with an output of that name.
+    """
+    produced = [name for node in graph.node for name in node.output if name]
+    names = {name: f"value_{index}" for index, name in enumerate(produced)}
+    names |= {value.name: public for value, public in zip(graph.output, outputs, strict=True)}
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    for value, labels in zip(graph.output, outputs.values(), strict=True):
+        value.name = names[value.name]
+        for axis, label in zip(value.type.tensor_type.shape.dim, labels, strict=True):
+            if label:
+                axis.dim_param = label
+    del graph.value_info[:]
+
+
+def _strip_build_traces(model: onnx.ModelProto) -> None:
+    """Drop the exporter's metadata: stack traces carry the paths of the machine that exported."""
+    del model.metadata_props[:]
+    del model.graph.metadata_props[:]
+    for node in model.graph.node:
+        del node.metadata_props[:]
+        node.doc_string = ""
+    for value in (*model.graph.input, *model.graph.output):
+        del value.metadata_props[:]
+
+
+def _encoder_signature() -> Signature:
+    return Signature(
+        examples=(torch.tensor([[BOS, UNK, PAD], [BOS, UNK, UNK]]), torch.ones(2, 3)),
+        inputs={"items": ("batch", "time"), "weights": ("batch", "time")},
+        outputs={"mean": ("batch", None), "precision": ("batch", None)},
+    )
+
+
+def _ranker_signature(width: int) -> Signature:
+    per_user, listed = ("batch",), ("batch", "k")
+    return Signature(
+        examples=(
+            torch.randn(2, width),
+            torch.ones(2, width),
+            torch.zeros(2, 3, dtype=torch.int64),
+            torch.zeros(2, 4, dtype=torch.int64),
+            torch.tensor([2]),
+            torch.tensor(1.0),
+            torch.tensor(1.0),
+        ),
+        inputs={
+            "mean": ("batch", None),
+            "precision": ("batch", None),
+            "seen": ("batch", "num_seen"),
+            "blocked": ("batch", "num_blocked"),
+            "k": (None,),
+            "temperature": (),
+            "variance_scale": (),
+        },
+        outputs={
+            "items": listed,
+            "logit": listed,
+            "score_mean": listed,
+            "score_variance": listed,
+            "reliability": listed,
+            "log_partition": per_user,
+            "entropy": per_user,
+            "mean_precision": per_user,
+        },
+    )
+
+
+def _random_rows(model: SASRec, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows of BOS and random events, UNK among them; every row but the first is cut short at random."""
+    items = torch.randint(UNK, FIRST_ITEM + model.num_items, (batch, length), generator=generator)
+    items[:, 0] = BOS
+    lengths = torch.randint(1, length + 1, (batch,), generator=generator)
+    lengths[0] = length
+    items[torch.arange(length) >= lengths[:, None]] = PAD
+    weights = 0.25 + 2 * torch.rand(batch, length, generator=generator)
+    weights[:, 0] = 1
+    return items, weights
+
+
+def _ranker_case(model: SASRec, state: Gaussian, history: Tensor, temperature: float) -> GoldenCase:
+    """The list of the two graphs' contract, computed by torch alone: seen items neither normalised nor listed."""
+    scale = model.head.shrinkage()
+    k = min(10, model.num_items)
+    inputs = {
+        "mean": state.mean,
+        "precision": state.precision,
+        "seen": history,
+        "blocked": history,
+        "k": torch.tensor([k]),
+        "temperature": torch.tensor(temperature),
+        "variance_scale": scale,
+    }
+    scores = model.score(state)
+    logit = scores.logit.clone()
+    for row, numbers in enumerate(history):
+        logit[row, numbers[numbers >= FIRST_ITEM] - FIRST_ITEM] = -torch.inf
+    top = logit.topk(k)
+    log_probability = (logit / temperature).log_softmax(-1)
+    probability = log_probability.exp()
+    squares = model.item_embedding.weight[FIRST_ITEM:][top.indices].square()
+    prior = (squares * prior_readout_variance(model)).sum(-1)
+    left = (squares * model.head.readout(state).variance[:, None]).sum(-1)
+    outputs = {
+        "logit": top.values,
+        "score_mean": scores.mean.gather(1, top.indices),
+        "score_variance": scores.variance.gather(1, top.indices),
+        "reliability": (1 - left / prior).clamp(0, 1),
+        "log_partition": (logit / temperature).logsumexp(-1),
+        "entropy": -torch.where(probability > 0, probability * log_probability, 0).sum(-1),
+        "mean_precision": state.precision.mean(-1),
+    }
+    return _case("ranker", inputs, outputs)
+
+
+def _case(graph: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> GoldenCase:
+    return GoldenCase(
+        graph,
+        {name: tensor.numpy() for name, tensor in inputs.items()},
+        {name: tensor.numpy() for name, tensor in outputs.items()},
+    )

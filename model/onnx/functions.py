@@ -1,0 +1,197 @@
+"""The ONNX domain `bft`: each filtering step as one node, with a body in standard operators (architecture.md).
+
+A plain ONNX Runtime runs the bodies; where a native kernel for a node is registered, it runs that instead, from the
+same file. `EmittedSteps` is what an export passes to the model in place of `model.filtering`.
+
+Shape letters as in `model.filtering`; V = FIRST_ITEM + N rows of the item table.
+"""
+
+import onnx
+import torch
+from onnxscript import script
+from onnxscript.onnx_opset import opset21 as op
+from onnxscript.values import Opset
+from torch import Tensor
+
+from model.filtering import Dynamics, Gaussian, KrigedField, Posterior
+
+DOMAIN = "bft"
+VERSION = 1
+BFT = Opset(DOMAIN, VERSION)
+
+
+@script(BFT, default_opset=op)
+def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_dof: float):
+    """`filtering.krige` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
+    channels = op.CastLike(op.Shape(query, start=3, end=4), query)
+    logits = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) / op.Sqrt(channels)
+    logits = logits + op.Unsqueeze(op.Log(neighbour_precision), [1, 2])
+    visible_here = op.Unsqueeze(visible, [1])
+    weights = op.Softmax(op.Where(visible_here, logits, -1e30), axis=-1) * op.CastLike(visible_here, logits)
+    total = op.ReduceSum(weights, [3], keepdims=1)
+    seen = total > 0.0
+
+    kriged_mean = op.MatMul(weights, value)
+    spread = op.MatMul(weights, value * value) - kriged_mean * kriged_mean
+    residual_variance = op.Max(spread, 0.0)
+    n = 1.0 / op.Where(seen, op.ReduceSum(weights * weights, [3], keepdims=1), 1.0)
+    kriging_prior_variance = op.MatMul(weights, op.Unsqueeze(1.0 / neighbour_precision, [1, 3]))
+    dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
+    reml = (dof * kriging_prior_variance + n * residual_variance) / (dof + n - 1.0)
+    reml_variance = op.Where(seen, reml, 1.0)
+
+    mean = op.Reshape(op.Transpose(kriged_mean, perm=[0, 2, 1, 3]), [0, 0, -1])
+    variance = op.Reshape(op.Transpose(reml_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
+    effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
+    return mean, variance, effective_sample_size
+
+
+@script(BFT, default_opset=op)
+def KalmanUpdate(prior_mean, prior_precision, innovation, observation_precision):
+    """`filtering.update` → mean, precision, gain, each (B,T,D)."""
+    precision = prior_precision + observation_precision
+    gain = observation_precision / precision
+    mean = prior_mean + gain * innovation
+    return mean, precision, gain
+
+
+@script(BFT, default_opset=op)
+def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
+    """`filtering.predict` → mean, precision, each (B,T,D)."""
+    centred = mean - op.ReduceMean(mean, [-1], keepdims=1)
+    eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
+    scale = op.Sqrt(op.ReduceMean(centred * centred, [-1], keepdims=1) + eps)
+    normalised = centred / scale
+
+    w1_gamma = w1 * ln_weight
+    sensitivity = op.MatMul(normalised, op.Transpose(w1_gamma, perm=[1, 0]))
+    hidden = sensitivity + (op.MatMul(w1, ln_bias) + b1)
+    cumulative = 0.5 * (1.0 + op.Erf(hidden * 0.7071067811865476))
+    w2_transposed = op.Transpose(w2, perm=[1, 0])
+    drift = op.MatMul(hidden * cumulative, w2_transposed) + b2
+
+    slope = cumulative + hidden * op.Exp(-0.5 * hidden * hidden) * 0.3989422804014327
+    direct = op.MatMul(slope, w2_transposed * (w1_gamma - op.ReduceMean(w1_gamma, [-1], keepdims=1)))
+    width = op.CastLike(op.Shape(mean, start=2, end=3), mean)
+    through_scale = normalised / width * op.MatMul(slope * sensitivity, w2_transposed)
+    stretch = 1.0 + (direct - through_scale) / scale
+
+    predicted_mean = mean + drift
+    predicted_precision = 1.0 / (stretch * stretch / precision + process_noise_variance)
+    return predicted_mean, predicted_precision
+
+
+@script(BFT, default_opset=op)
+def GaussianTopK(
+    mean, variance, items, candidate_variance, catalogue_mean, seen, blocked, k, temperature, variance_scale
+):
+    """Score every item, normalise over the unseen ones, list the k best (math.md, "Scoring").
+
+    Inputs: readout `mean`, `variance` (B,D); `items` (V,D); `candidate_variance` (V,); `catalogue_mean` (D,);
+    `seen` (B,S), item numbers outside the normaliser; `blocked` (B,X), item numbers outside the list; `k` (1,);
+    `temperature` and `variance_scale` scalars.
+
+    Outputs: per listed item (B,k) `numbers`, `logit` (−inf where fewer than k are left), `score_mean`,
+    `score_variance`; per user (B,) `log_partition` of logit/T, `entropy` in nats.
+    """
+    all_mean = op.MatMul(mean, op.Transpose(items, perm=[1, 0]))
+    energy = op.ReduceMean(mean * mean + variance, [-1], keepdims=1)
+    state_variance = op.MatMul(variance, op.Transpose(items * items, perm=[1, 0]))
+    all_variance = state_variance + energy * op.Unsqueeze(candidate_variance, [0])
+    centre = op.Unsqueeze(op.MatMul(mean, catalogue_mean), [1])
+    all_logit = (all_mean - centre) / op.Sqrt(1.0 + variance_scale * all_variance)
+
+    never = op.CastLike(op.Constant(value_float=float("-inf")), mean)
+    possible = op.ScatterElements(all_logit, seen, op.Expand(never, op.Shape(seen)), axis=1)
+    scaled = possible / temperature
+    shifted = scaled - op.ReduceMax(scaled, [-1], keepdims=1)
+    weight = op.Exp(shifted)
+    total = op.ReduceSum(weight, [-1], keepdims=1)
+    log_total = op.Log(total)
+    finite_shift = op.Where(weight > 0.0, shifted, 0.0)
+    entropy = op.Squeeze(log_total - op.ReduceSum(weight * finite_shift, [-1], keepdims=1) / total, [1])
+    log_partition = op.Squeeze(log_total + op.ReduceMax(scaled, [-1], keepdims=1), [1])
+
+    listable = op.ScatterElements(all_logit, blocked, op.Expand(never, op.Shape(blocked)), axis=1)
+    logit, numbers = op.TopK(listable, k, axis=-1)
+    score_mean = op.GatherElements(all_mean, numbers, axis=1)
+    score_variance = op.GatherElements(all_variance, numbers, axis=1)
+    return numbers, logit, score_mean, score_variance, log_partition, entropy
+
+
+FUNCTIONS = (KrigingAttention, KalmanUpdate, DynamicsPredict, GaussianTopK)
+
+
+class EmittedSteps:
+    """The steps of `model.filtering` as nodes of the domain `bft`, for use while a graph is exported."""
+
+    @staticmethod
+    def krige(
+        query_BHTC: Tensor,
+        key_BHSC: Tensor,
+        value_BHSC: Tensor,
+        neighbour_precision_BS: Tensor,
+        visible_BTS: Tensor,
+        shrinkage_dof: float = 1.0,
+        dropout: float = 0.0,
+    ) -> KrigedField:
+        """See `filtering.krige`; an exported graph has no dropout."""
+        batch, heads, length, channels = query_BHTC.shape
+        state = (batch, length, heads * channels)
+        outputs = _emit(
+            "KrigingAttention",
+            (query_BHTC, key_BHSC, value_BHSC, neighbour_precision_BS, visible_BTS),
+            (state, state, (batch, heads, length)),
+            {"shrinkage_dof": shrinkage_dof},
+        )
+        return KrigedField(*outputs)
+
+    @staticmethod
+    def update(prior: Gaussian, innovation_BTD: Tensor, observation_precision_BTD: Tensor) -> Posterior:
+        """See `filtering.update`."""
+        inputs = (prior.mean, prior.precision, innovation_BTD, observation_precision_BTD)
+        return Posterior(*_emit("KalmanUpdate", inputs, (prior.mean.shape,) * 3))
+
+    @staticmethod
+    def predict(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Gaussian:
+        """See `filtering.predict`; an exported graph has no dropout."""
+        *parameters, ln_eps = dynamics
+        shape = posterior.mean.shape
+        return Gaussian(*_emit("DynamicsPredict", (*posterior, *parameters), (shape, shape), {"ln_eps": ln_eps}))
+
+
+def emit_gaussian_top_k(inputs: tuple[Tensor, ...], num_listed: int) -> tuple[Tensor, ...]:
+    """A `GaussianTopK` node; see there for inputs and outputs."""
+    batch = inputs[0].shape[0]
+    listed, per_user = (batch, num_listed), (batch,)
+    float_, int_ = torch.float32, torch.int64
+    return _emit("GaussianTopK", inputs, (listed,) * 4 + (per_user,) * 2, dtypes=(int_,) + (float_,) * 5)
+
+
+def attach_bodies(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Add the body of every `bft` node the model uses; returns their names, sorted."""
+    used = sorted({node.op_type for node in model.graph.node if node.domain == DOMAIN})
+    bodies = {function.name: function for function in FUNCTIONS}
+    model.functions.extend(bodies[name].to_function_proto() for name in used)
+    if not any(entry.domain == DOMAIN for entry in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    return tuple(used)
+
+
+def _emit(
+    name: str,
+    inputs: tuple[Tensor, ...],
+    shapes: tuple[tuple, ...],
+    attributes: dict[str, float] | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.onnx.ops.symbolic_multi_out(
+            f"{DOMAIN}::{name}",
+            inputs,
+            attributes or {},
+            dtypes=dtypes or (torch.float32,) * len(shapes),
+            shapes=shapes,
+            version=VERSION,
+        )
+    )

@@ -1,0 +1,43 @@
+"""Layer 0: how precise an event is before any context (math.md, "Layer 0")."""
+
+import torch
+from torch import Tensor, nn
+
+from model.config import FIRST_ITEM
+
+
+class InitialPrecision(nn.Module):
+    """One learned precision per item, with shared frequency terms (math.md, Layer 0 [P], [O]).
+
+        λ_{t,d} = τ_{item(t)}·w_t      τ_i = exp(θ_i)      θ_i = a + b·log(1+n_i) + δ_i
+
+    a and b are shared, δ_i is the item's own; all start at 0, so every item starts at τ = 1.
+
+    Args:
+        training_counts: (N,) uses of each catalogue item in training; special tokens count as 0.
+    """
+
+    log_count: Tensor
+
+    def __init__(self, training_counts: Tensor) -> None:
+        super().__init__()
+        log_count = torch.zeros(FIRST_ITEM + len(training_counts))
+        log_count[FIRST_ITEM:] = training_counts.float().log1p()
+        self.register_buffer("log_count", log_count, persistent=False)
+        self.level = nn.Parameter(torch.zeros(()))
+        self.frequency_slope = nn.Parameter(torch.zeros(()))
+        self.deviation = nn.Parameter(torch.zeros(len(log_count)))
+
+    def item_precision(self) -> Tensor:
+        """τ of every number, special tokens first: (FIRST_ITEM + N,) > 0."""
+        return (self.level + self.frequency_slope * self.log_count + self.deviation).exp()
+
+    def forward(self, items_BT: Tensor, weights_BT: Tensor) -> Tensor:
+        """Precision (B,T) of each position; 1 on padding, where the attention mask hides it.
+
+        Args:
+            items_BT: item numbers.
+            weights_BT: event weights > 0; 1 on special tokens, anything on padding.
+        """
+        precision = self.item_precision()[items_BT] * weights_BT
+        return torch.where(items_BT == 0, 1, precision)

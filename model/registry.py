@@ -1,0 +1,110 @@
+"""The registry: which bundle is current, which was before, and how to go back (architecture.md, "The bundle").
+
+A registry is a folder: one folder a bundle, `registry.json` as the one truth, and `current`, a link to the current
+bundle for people and tools. `registry.json` is replaced by rename, so a reader sees the old or the new, whole.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from model.bundle import MANIFEST, BundleError, open_bundle
+
+REGISTRY = "registry.json"
+CURRENT = "current"
+
+
+class RegistryIndex(BaseModel):
+    """The content of registry.json: versions are bundle folder names; history is oldest first."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    current: str
+    previous: str | None = None
+    history: tuple[str, ...] = ()
+
+
+def publish(registry: Path, version: str) -> RegistryIndex:
+    """Make a bundle that lies in the registry the current one.
+
+    Raises:
+        BundleError: the bundle is missing or damaged; the current one stays.
+    """
+    open_bundle(registry / version)
+    with _lock(registry):
+        before = read_index(registry)
+        if before is None:
+            return _replace(registry, RegistryIndex(current=version, history=(version,)))
+        if before.current == version:
+            return before
+        history = (*before.history, version)
+        return _replace(registry, RegistryIndex(current=version, previous=before.current, history=history))
+
+
+def roll_back(registry: Path) -> RegistryIndex:
+    """Make the previous bundle current again.
+
+    Raises:
+        BundleError: there is no previous bundle, or it is damaged.
+    """
+    index = read_index(registry)
+    if index is None or index.previous is None:
+        raise BundleError(f"{registry}: no earlier bundle to go back to")
+    return publish(registry, index.previous)
+
+
+def read_index(registry: Path) -> RegistryIndex | None:
+    """The registry's index, or None where nothing was published yet.
+
+    Raises:
+        BundleError: registry.json is there and cannot be read.
+    """
+    path = registry / REGISTRY
+    if not path.exists():
+        return None
+    try:
+        return RegistryIndex.model_validate(json.loads(path.read_bytes()))
+    except (ValueError, ValidationError) as error:
+        raise BundleError(f"{path}: not a registry index ({error}); restore it or publish again") from error
+
+
+def resolve(location: Path | str) -> Path:
+    """The bundle folder behind `--bundle`: a bundle's own folder, or a registry's current one.
+
+    Raises:
+        BundleError: neither is there.
+    """
+    folder = Path(location)
+    if (folder / MANIFEST).is_file():
+        return folder.resolve()
+    index = read_index(folder)
+    if index is None:
+        raise BundleError(f"{folder}: neither a bundle ({MANIFEST}) nor a registry ({REGISTRY}); run `bft-train train`")
+    return (folder / index.current).resolve()
+
+
+def _replace(registry: Path, index: RegistryIndex) -> RegistryIndex:
+    staging = registry / f".{REGISTRY}.{os.getpid()}"
+    with staging.open("w") as file:
+        file.write(index.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(registry / REGISTRY)
+    link = registry / f".{CURRENT}.{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(index.current)
+    link.replace(registry / CURRENT)
+    return index
+
+
+@contextmanager
+def _lock(registry: Path) -> Iterator[None]:
+    # flock is released by the kernel when its holder dies, so a killed publisher never blocks the next.
+    with (registry / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,120 @@
+"""From histories to padded batches: windows by the window rule, trimmed and bucketed by length.
+
+W windows · B rows of a batch · T positions (BOS first) · R real target positions of a batch
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.config import BOS, FIRST_ITEM, PAD, UNK, window_start
+from training.splits import Histories
+
+POOL_BATCHES = 32
+"""Batches are cut from pools of this many, each sorted by length: little padding, still random."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows over one flat list of events: what each shows, and which of its positions predict.
+
+    `items`, `weights` (E,): all events with weight > 0, user after user. Per window (W,): `start`, its first event
+    in the flat list; `num_inputs` events shown; `first_target` and `num_targets`, the positions that predict the
+    event right after them (position p has seen BOS and p events).
+    """
+
+    items: Tensor
+    weights: Tensor
+    start: Tensor
+    num_inputs: Tensor
+    first_target: Tensor
+    num_targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded rows: `items`, `weights` (B,T); `last` (B,) each row's last real position; `positions` (R,) indices
+    into the flattened (B·T) grid that predict, and their `targets` (R,) item numbers."""
+
+    items: Tensor
+    weights: Tensor
+    last: Tensor
+    positions: Tensor
+    targets: Tensor
+
+
+def training_windows(histories: Histories, max_len: int) -> Windows:
+    """Every window that the rule visits, so that each event is a target exactly once, in the context it is served in.
+
+    A user's first window predicts from BOS on; a later one predicts from where the earlier one had to stop.
+    """
+    items, weights, bounds = _weighted_events(histories)
+    rows = []
+    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        num_events = end - begin
+        if num_events == 0:
+            continue
+        for offset in range(0, window_start(num_events - 1, max_len) + 1, max_len // 2):
+            first_target = 0 if offset == 0 else max_len // 2 + 1
+            last_target = min(max_len, num_events - 1 - offset)
+            rows.append((begin + offset, last_target, first_target, last_target - first_target + 1))
+    return Windows(items, weights, *torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).unbind(1))
+
+
+def serving_windows(histories: Histories, max_len: int) -> Windows:
+    """The one window per user that a request would encode; no targets."""
+    items, weights, bounds = _weighted_events(histories)
+    counts = np.diff(bounds)
+    starts = np.array([window_start(int(count), max_len) for count in counts], dtype=np.int64)
+    start, num_inputs = torch.from_numpy(bounds[:-1] + starts), torch.from_numpy(counts - starts)
+    none = torch.zeros_like(start)
+    return Windows(items, weights, start, num_inputs, none, none)
+
+
+def collate(windows: Windows, rows: Tensor) -> Batch:
+    """The batch of the named windows, padded to the longest of them."""
+    num_inputs = windows.num_inputs[rows]
+    steps = torch.arange(int(num_inputs.max()) + 1)
+    events = (windows.start[rows, None] + steps).clamp_max(len(windows.items) - 1)
+
+    shown = steps < num_inputs[:, None]
+    items = torch.full(events.shape, PAD)
+    weights = torch.ones(events.shape)
+    items[:, 0] = BOS
+    items[:, 1:][shown[:, :-1]] = windows.items[events][shown]
+    weights[:, 1:][shown[:, :-1]] = windows.weights[events][shown]
+
+    offset = steps - windows.first_target[rows, None]
+    predicts = (offset >= 0) & (offset < windows.num_targets[rows, None])
+    positions = predicts.flatten().nonzero().squeeze(1)
+    return Batch(items, weights, num_inputs, positions, windows.items[events].flatten()[positions])
+
+
+def shuffled_batches(windows: Windows, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Rows of each batch of one epoch: random, of similar length within a batch."""
+    order = torch.randperm(len(windows), generator=generator)
+    batches = []
+    for pool in order.split(batch_size * POOL_BATCHES):
+        batches += pool[windows.num_inputs[pool].argsort(stable=True)].split(batch_size)
+    for index in torch.randperm(len(batches), generator=generator).tolist():
+        yield batches[index]
+
+
+def with_unknowns(batch: Batch, rate: float, generator: torch.Generator) -> Batch:
+    """The batch with a share of its input events replaced by UNK, so that UNK is trained (math.md, "The sequence")."""
+    replaced = (torch.rand(batch.items.shape, generator=generator) < rate) & (batch.items >= FIRST_ITEM)
+    return Batch(batch.items.masked_fill(replaced, UNK), batch.weights, batch.last, batch.positions, batch.targets)
+
+
+def _weighted_events(histories: Histories) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Events with weight > 0, flat, and the users' bounds in them; weight 0 stays out of the history."""
+    kept = histories.weights > 0
+    bounds = np.concatenate([[0], np.cumsum(kept)])[histories.offsets]
+    items = torch.from_numpy(histories.items[kept].astype(np.int64))
+    return items, torch.from_numpy(histories.weights[kept].astype(np.float32)), bounds

@@ -1,0 +1,116 @@
+"""A run's configuration: YAML with dotted overrides, strict, an unknown key answered with the nearest one."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from model.config import ModelConfig
+from training.events import DataConfig
+from training.loop import OptimizerConfig
+from training.splits import SplitName
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message names the file or override, the key, and what would be accepted."""
+
+
+class RunConfig(BaseModel):
+    """All that decides a training run; written whole into the manifest and the run's record."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str = Field(default="bft-sasrec", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    """The model's name, shown in every answer."""
+    data: DataConfig
+    titles: Annotated[Path | None, Field(strict=False)] = None
+    """A `.item` or CSV file with the items' titles."""
+    split: SplitName = "leave_one_out"
+    event: Literal["auto", "next_new_item", "next_item"] = "auto"
+    """What a confidence is the probability of; `auto`: `next_new_item` unless users of the log repeat items."""
+    model: ModelConfig = ModelConfig()
+    training: OptimizerConfig = OptimizerConfig()
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-3` as text for want of a dot; here it is the number it looks like."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration file and apply overrides.
+
+    Args:
+        path: a YAML file, or None to start from the defaults. Relative paths inside it are relative to the
+            working directory.
+        overrides: `dotted.key=value`, the value in YAML; later ones win.
+
+    Raises:
+        ConfigError: the file is missing or not a mapping, an override has no `=`, a key is unknown (names the
+            nearest), or a value is not accepted.
+    """
+    document = {} if path is None else _read_yaml(path)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"override {override!r} is not of the form dotted.key=value, e.g. training.epochs=20")
+        _set(document, key.split("."), _parse_yaml(text, f"override {override!r}"), override)
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        where = path or "configuration"
+        raise ConfigError("\n".join(f"{where}: {_explain(item)}" for item in error.errors())) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a YAML file with --config") from error
+    document = _parse_yaml(text, str(path))
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: expected keys such as data, model, training; found {type(document).__name__}")
+    return document
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from error
+
+
+def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    for key in keys[:-1]:
+        document = document.setdefault(key, {})
+        if not isinstance(document, dict):
+            raise ConfigError(f"override {override!r}: {key} is a value, it has no keys below it")
+    document[keys[-1]] = value
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        return f"{key}: {error['msg']} (got {str(error['input'])[:80]!r})"
+    known = list(_known_keys(RunConfig))
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
+    return f"unknown key {key}; the nearest is {nearest[0]}"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
+    """Every dotted key, leaves and sections."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        annotation = field.annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        for candidate in candidates:
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                yield from _known_keys(candidate, f"{prefix}{name}.")

@@ -1,0 +1,233 @@
+"""Full-ranking evaluation: what a model says before each user's target event, and how good that is.
+
+The whole catalogue is ranked (never sampled negatives), seen items at −inf when the event is `next_new_item`, special
+tokens never, ties as half a place. U users · N catalogue items · K list length
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+
+from model.bundle import Bundle, Calibration, Event, confidence_features
+from model.config import FIRST_ITEM
+from model.filtering import Gaussian
+from model.sasrec import SASRec
+from training import metrics
+from training.batches import collate, serving_windows
+from training.splits import Histories, Targets
+
+CHUNK_USERS = 256
+LIST_LENGTH = 10
+"""The list on which calibration is judged."""
+
+
+@dataclass(frozen=True)
+class ScoredUsers:
+    """Everything a model says of some users: `users` (B,) row numbers, `logit` and `variance` (B,N), the logit −inf
+    where the event cannot be that item; `mean_precision` (B,) of the final state."""
+
+    users: np.ndarray
+    logit: torch.Tensor
+    variance: torch.Tensor
+    mean_precision: np.ndarray
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model says before each user's target event.
+
+    Per user (U,): `rank` of the target, `log_probability` of the target in nats, `entropy` over the catalogue in
+    nats, `mean_precision`, `num_events`. Per listed item (U,K), best first: `items`, item numbers;
+    `list_log_probability`; `list_variance`; `hit`, whether it is the target.
+    """
+
+    rank: np.ndarray
+    log_probability: np.ndarray
+    entropy: np.ndarray
+    mean_precision: np.ndarray
+    num_events: np.ndarray
+    items: np.ndarray
+    list_log_probability: np.ndarray
+    list_variance: np.ndarray
+    hit: np.ndarray
+
+    def features(self, training_counts: np.ndarray, k: int) -> dict[str, np.ndarray]:
+        """The confidence map's inputs for the first k listed items."""
+        return confidence_features(
+            self.list_log_probability[:, :k],
+            self.list_variance[:, :k],
+            training_counts[self.items[:, :k] - FIRST_ITEM],
+            self.entropy,
+            self.mean_precision,
+            self.num_events,
+        )
+
+
+@torch.no_grad()
+def score_users(model: SASRec, histories: Histories, event: Event) -> Iterator[ScoredUsers]:
+    """Score the whole catalogue for every user, a chunk of users of similar length at a time."""
+    model.eval()
+    windows = serving_windows(histories, model.config.max_len)
+    for users in windows.num_inputs.argsort(stable=True).split(CHUNK_USERS):
+        batch = collate(windows, users)
+        state = model.encode(batch.items, batch.weights)
+        rows = torch.arange(len(users))
+        final = Gaussian(state.mean[rows, batch.last], state.precision[rows, batch.last])
+        scores = model.score(final)
+        _rule_out_seen(scores.logit, histories, users, event)
+        yield ScoredUsers(users.numpy(), scores.logit, scores.variance, final.precision.mean(-1).numpy())
+
+
+def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[ScoredUsers]:
+    """The same by the bundle's own graphs in ONNX Runtime: what the service will say."""
+    encoder, ranker = (
+        onnxruntime.InferenceSession(bundle.graph_path(graph), providers=["CPUExecutionProvider"])
+        for graph in ("encoder", "ranker")
+    )
+    num_items = bundle.manifest.num_items
+    windows = serving_windows(histories, bundle.manifest.model.max_len)
+    for users in windows.num_inputs.argsort(stable=True).split(CHUNK_USERS):
+        batch = collate(windows, users)
+        mean, precision = encoder.run(
+            ["mean", "precision"], {"items": batch.items.numpy(), "weights": batch.weights.numpy()}
+        )
+        none = np.zeros((len(users), 1), np.int64)
+        numbers, logit, variance, mean_precision = ranker.run(
+            ["items", "logit", "score_variance", "mean_precision"],
+            {
+                "mean": mean,
+                "precision": precision,
+                "seen": none,
+                "blocked": none,
+                # The whole catalogue, so that the target is found wherever it stands.
+                "k": np.array([num_items]),
+                "temperature": np.float32(bundle.calibration.temperature),
+                "variance_scale": np.float32(bundle.calibration.variance_scale),
+            },
+        )
+        by_row = np.argsort(numbers, axis=1)
+        logit, variance = (torch.from_numpy(np.take_along_axis(values, by_row, 1)) for values in (logit, variance))
+        _rule_out_seen(logit, histories, users, bundle.calibration.event)
+        yield ScoredUsers(users.numpy(), logit, variance, mean_precision)
+
+
+def _rule_out_seen(logit: torch.Tensor, histories: Histories, users: torch.Tensor, event: Event) -> None:
+    """Set to −inf, in place, what the event cannot be."""
+    if event == "next_new_item":
+        for row, user in enumerate(users.tolist()):
+            logit[row, seen_rows(histories, user)] = -torch.inf
+
+
+def seen_rows(histories: Histories, user: int) -> np.ndarray:
+    """Catalogue rows the user has had, events of weight 0 included."""
+    items = histories.items[histories.offsets[user] : histories.offsets[user + 1]]
+    return items[items >= FIRST_ITEM] - FIRST_ITEM
+
+
+def ranks(scored_users: Iterable[ScoredUsers], targets: Targets) -> np.ndarray:
+    """Rank of each user's target, (U,)."""
+    result = np.empty(len(targets))
+    for scored in scored_users:
+        result[scored.users] = metrics.target_ranks(scored.logit.numpy(), targets.target[scored.users] - FIRST_ITEM)
+    return result
+
+
+def predict(scored_users: Iterable[ScoredUsers], targets: Targets, temperature: float, k: int) -> Predictions:
+    """Everything evaluation and calibration need, with lists of k items.
+
+    Args:
+        scored_users: of `targets.history`, by `score_users` or `score_users_by_bundle`.
+        targets: whose targets to look for.
+        temperature: T of the raw probabilities softmax(logit/T).
+        k: list length, cut to the catalogue's size.
+    """
+    parts = [
+        (scored.users, _predict_chunk(scored, targets, temperature, min(k, scored.logit.shape[1])))
+        for scored in scored_users
+    ]
+    users = np.concatenate([chunk for chunk, _ in parts])
+    order = np.argsort(users)
+    columns = {name: np.concatenate([part[name] for _, part in parts])[order] for name in parts[0][1]}
+    return Predictions(**columns, num_events=num_events(targets.history))
+
+
+def num_events(histories: Histories) -> np.ndarray:
+    """Events with weight > 0 of each user, (U,)."""
+    return np.diff(np.concatenate([[0], np.cumsum(histories.weights > 0)])[histories.offsets])
+
+
+def popularity_ranks(training_counts: np.ndarray, targets: Targets, event: Event) -> np.ndarray:
+    """Ranks under the popularity baseline: training uses, seen items removed as for the model."""
+    result = np.empty(len(targets.target))
+    for user, target in enumerate(targets.target - FIRST_ITEM):
+        scores = training_counts.astype(np.float64)
+        if event == "next_new_item":
+            scores[seen_rows(targets.history, user)] = -np.inf
+        result[user] = metrics.target_ranks(scores[None], np.array([target]))[0]
+    return result
+
+
+def report(
+    predictions: Predictions, calibration: Calibration, popularity: np.ndarray, training_counts: np.ndarray
+) -> dict[str, Any]:
+    """All test figures: ranking beside popularity with intervals, NLL, ECE, Brier skill.
+
+    Args:
+        predictions: of the users judged, lists of at least `LIST_LENGTH`.
+        popularity: (U,) ranks of the same targets under popularity.
+        training_counts: (N,).
+
+    Returns:
+        `hr@10`, `ndcg@10`, … of the model; the same under `popularity`; `intervals` of the model's means and of the
+        paired gain over popularity; `nll` of the target, mean over users whose target the event allows, beside
+        `uniform_nll` over the catalogue; `ece@10`, its `ece_null_interval`, `mean_confidence`, `brier_skill@10`;
+        `users`, and `impossible_targets`: users whose target the event rules out, counted as misses.
+    """
+    confidence = calibration.confidence(predictions.features(training_counts, LIST_LENGTH))
+    hit = predictions.hit[:, :LIST_LENGTH].astype(np.float64)
+    possible = np.isfinite(predictions.log_probability)
+    return {
+        **metrics.ranking_metrics(predictions.rank),
+        "popularity": metrics.ranking_metrics(popularity),
+        "intervals": _intervals(predictions.rank, popularity),
+        "nll": float(-predictions.log_probability[possible].mean()),
+        "uniform_nll": float(np.log(len(training_counts))),
+        "ece@10": metrics.expected_calibration_error(confidence.ravel(), hit.ravel()),
+        "ece_null_interval": metrics.ece_null_interval(confidence),
+        "mean_confidence": float(confidence.mean()),
+        "hit_rate_per_item": float(hit.mean()),
+        "brier_skill@10": metrics.brier_skill(confidence.ravel(), hit.ravel()),
+        "users": len(predictions.rank),
+        "impossible_targets": int((~possible).sum()),
+    }
+
+
+def _predict_chunk(scored: ScoredUsers, targets: Targets, temperature: float, k: int) -> dict[str, np.ndarray]:
+    target_rows = targets.target[scored.users] - FIRST_ITEM
+    log_probability = (scored.logit / temperature).log_softmax(-1)
+    probability = log_probability.exp()
+    entropy = -torch.where(probability > 0, probability * log_probability, 0).sum(-1)
+    top = log_probability.topk(k)
+    return {
+        "rank": metrics.target_ranks(scored.logit.numpy(), target_rows),
+        "log_probability": np.take_along_axis(log_probability.numpy(), target_rows[:, None], 1)[:, 0],
+        "entropy": entropy.numpy(),
+        "mean_precision": scored.mean_precision,
+        "items": top.indices.numpy() + FIRST_ITEM,
+        "list_log_probability": top.values.numpy(),
+        "list_variance": scored.variance.gather(1, top.indices).numpy(),
+        "hit": top.indices.numpy() == target_rows[:, None],
+    }
+
+
+def _intervals(ranks_U: np.ndarray, popularity_U: np.ndarray) -> dict[str, tuple[float, float]]:
+    result = {}
+    for name, per_user in (("hr@10", metrics.hit_rate), ("ndcg@10", metrics.ndcg)):
+        values, baseline = per_user(ranks_U, 10), per_user(popularity_U, 10)
+        result[name] = metrics.bootstrap_interval(values)
+        result[f"{name} minus popularity"] = metrics.bootstrap_interval(values - baseline)
+    return result

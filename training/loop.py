@@ -1,0 +1,175 @@
+"""The training loop: epochs over bucketed windows, early stopping on validation NDCG@10, exact resume."""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from model.bundle import Event
+from model.filtering import Gaussian
+from model.sasrec import SASRec
+from training import losses, metrics
+from training.batches import Batch, Windows, collate, shuffled_batches, training_windows, with_unknowns
+from training.evaluate import ranks, score_users
+from training.splits import Split
+
+
+class OptimizerConfig(BaseModel):
+    """How a model is fitted. Strict and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    seed: int = 0
+    epochs: int = Field(default=60, ge=1)
+    max_seconds: float | None = Field(default=None, gt=0)
+    """No further epoch is begun after this many seconds of training."""
+    batch_size: int = Field(default=128, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    precision_rate_multiple: float = Field(default=20.0, gt=0)
+    """θ's learning rate as a multiple of the base rate: with the base rate it cannot move (facts measured)."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    loss: Literal["full", "sampled"] = "full"
+    num_negatives: int = Field(default=512, ge=1)
+    """Shared uniform negatives a batch, for the sampled loss."""
+    unknown_rate: float = Field(default=0.01, ge=0, lt=1)
+    """Share of input events that training replaces by UNK."""
+    clip_norm: float = Field(default=5.0, gt=0)
+    patience: int = Field(default=8, ge=1)
+    """Epochs without a better validation NDCG@10 before training stops."""
+
+
+@dataclass
+class TrainState:
+    """All of a run's state; a checkpoint is this, whole."""
+
+    model: SASRec
+    optimizer: torch.optim.Optimizer
+    generator: torch.Generator
+    epoch: int = 0
+    seconds: float = 0.0
+    best_ndcg: float = -1.0
+    best_epoch: int = 0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+def fit(
+    model: SASRec,
+    split: Split,
+    event: Event,
+    config: OptimizerConfig,
+    checkpoint: Path | None = None,
+    on_step: Callable[[int, int, float], None] = lambda done, total, loss: None,
+    on_epoch: Callable[[dict[str, float]], None] = lambda row: None,
+) -> TrainState:
+    """Train until the epochs, the seconds or the patience end; the model is left with its best weights.
+
+    Args:
+        model: initialised; changed in place.
+        split: training histories and validation targets.
+        event: what counts as the next event, for validation.
+        config: the optimiser's settings.
+        checkpoint: where the state is saved after each epoch and resumed from if it is there. A resumed run takes
+            the same steps as an unbroken one.
+        on_step, on_epoch: progress: (step, steps of this epoch, loss), and the epoch's row of the learning curve.
+
+    Returns:
+        the final state, with the learning curve.
+    """
+    windows = training_windows(split.train, model.config.max_len)
+    state = TrainState(model, _optimizer(model, config), torch.Generator().manual_seed(config.seed))
+    torch.manual_seed(config.seed)
+    if checkpoint is not None and checkpoint.exists():
+        _restore(state, checkpoint)
+    while not _finished(state, config):
+        begun = time.monotonic()
+        loss = train_epoch(state, windows, config, on_step)
+        ranks_U = ranks(score_users(model, split.validation.history, event), split.validation)
+        ndcg = float(metrics.ndcg(ranks_U, 10).mean())
+        state.epoch += 1
+        state.seconds += time.monotonic() - begun
+        row = {"epoch": state.epoch, "loss": loss, "val_ndcg@10": ndcg, "val_hr@10": float((ranks_U <= 10).mean())}
+        state.curve.append({**row, "seconds": round(state.seconds, 2)})
+        if ndcg > state.best_ndcg:
+            state.best_ndcg, state.best_epoch = ndcg, state.epoch
+            state.best_weights = copy.deepcopy(model.state_dict())
+        if checkpoint is not None:
+            _save(state, checkpoint)
+        on_epoch(state.curve[-1])
+    model.load_state_dict(state.best_weights)
+    return state
+
+
+def train_epoch(
+    state: TrainState, windows: Windows, config: OptimizerConfig, on_step: Callable[[int, int, float], None]
+) -> float:
+    """One pass over all windows; returns the mean loss of the steps."""
+    state.model.train()
+    total, steps = 0.0, -(-len(windows) // config.batch_size)
+    for step, rows in enumerate(shuffled_batches(windows, config.batch_size, state.generator), 1):
+        batch = with_unknowns(collate(windows, rows), config.unknown_rate, state.generator)
+        loss = batch_loss(state.model, batch, config, state.generator)
+        state.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
+        state.optimizer.step()
+        total += loss.item()
+        on_step(step, steps, total / step)
+    return total / steps
+
+
+def batch_loss(model: SASRec, batch: Batch, config: OptimizerConfig, generator: torch.Generator) -> Tensor:
+    """The loss of one batch; only the positions that predict reach the output product."""
+    encoded = model.encode(batch.items, batch.weights)
+    mean, precision = (part.flatten(0, 1)[batch.positions] for part in encoded)
+    if config.loss == "full":
+        return losses.full_cross_entropy(model, Gaussian(mean, precision), batch.targets)
+    return losses.sampled_softmax(model, Gaussian(mean, precision), batch.targets, config.num_negatives, generator)
+
+
+def _optimizer(model: SASRec, config: OptimizerConfig) -> torch.optim.Optimizer:
+    precision = [p for name, p in model.named_parameters() if name.startswith("initial_precision.")]
+    others = [p for name, p in model.named_parameters() if not name.startswith("initial_precision.")]
+    groups: list[dict[str, Any]] = [{"params": others, "weight_decay": config.weight_decay}]
+    if precision:
+        groups.append({"params": precision, "lr": config.learning_rate * config.precision_rate_multiple})
+    return torch.optim.Adam(groups, lr=config.learning_rate)
+
+
+def _finished(state: TrainState, config: OptimizerConfig) -> bool:
+    out_of_time = config.max_seconds is not None and state.seconds >= config.max_seconds
+    out_of_patience = state.epoch - state.best_epoch >= config.patience
+    return state.epoch >= config.epochs or out_of_time or (state.epoch > 0 and out_of_patience)
+
+
+def _save(state: TrainState, path: Path) -> None:
+    document = {
+        "model": state.model.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "generator": state.generator.get_state(),
+        "torch_rng": torch.get_rng_state(),
+        "progress": {
+            name: getattr(state, name)
+            for name in ("epoch", "seconds", "best_ndcg", "best_epoch", "best_weights", "curve")
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_suffix(".staging")
+    torch.save(document, staging)
+    staging.replace(path)
+
+
+def _restore(state: TrainState, path: Path) -> None:
+    document = torch.load(path, weights_only=True)
+    state.model.load_state_dict(document["model"])
+    state.optimizer.load_state_dict(document["optimizer"])
+    state.generator.set_state(document["generator"])
+    torch.set_rng_state(document["torch_rng"])
+    for name, value in document["progress"].items():
+        setattr(state, name, value)

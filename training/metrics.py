@@ -1,0 +1,89 @@
+"""Ranking and calibration metrics, with bootstrap intervals. All pure numpy, one row a user.
+
+U users · K list length
+"""
+
+import numpy as np
+
+CUTOFFS = (5, 10, 20)
+RESAMPLES = 2000
+
+
+def target_ranks(scores_UN: np.ndarray, target_rows_U: np.ndarray) -> np.ndarray:
+    """Rank of each user's target among all scores, from 1; a tie counts as half a place.
+
+    Args:
+        scores_UN: higher is better; −inf for items that cannot be recommended.
+        target_rows_U: column of the target.
+
+    Returns:
+        (U,) floats; infinite where the target itself cannot be recommended.
+    """
+    own = np.take_along_axis(scores_UN, target_rows_U[:, None], 1)
+    better = (scores_UN > own).sum(1)
+    tied = (scores_UN == own).sum(1) - 1
+    return np.where(np.isneginf(own[:, 0]), np.inf, 1 + better + tied / 2)
+
+
+def hit_rate(ranks_U: np.ndarray, k: int) -> np.ndarray:
+    """HR@k of each user: 1 where the target is among the first k."""
+    return (ranks_U <= k).astype(np.float64)
+
+
+def ndcg(ranks_U: np.ndarray, k: int) -> np.ndarray:
+    """NDCG@k of each user with one relevant item: 1/log2(1 + rank) within the first k."""
+    with np.errstate(divide="ignore"):
+        return np.where(ranks_U <= k, 1 / np.log2(1 + ranks_U), 0.0)
+
+
+def ranking_metrics(ranks_U: np.ndarray) -> dict[str, float]:
+    """Mean HR and NDCG at 5, 10, 20."""
+    measures = {"hr": hit_rate, "ndcg": ndcg}
+    return {f"{name}@{k}": float(per_user(ranks_U, k).mean()) for name, per_user in measures.items() for k in CUTOFFS}
+
+
+def bootstrap_interval(values_U: np.ndarray, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
+    """Percentile interval of the mean, users resampled; for a paired comparison pass the differences."""
+    generator = np.random.default_rng(seed)
+    means = [generator.choice(values_U, len(values_U)).mean() for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def expected_calibration_error(confidence: np.ndarray, hit: np.ndarray, num_bins: int = 10) -> float:
+    """ECE with equal-mass bins: the bins' |mean confidence − hit rate|, weighted by their size.
+
+    Args:
+        confidence, hit: flat arrays of equal length; hit is 0 or 1.
+    """
+    order = np.argsort(confidence, kind="stable")
+    gaps = [
+        len(part) * abs(confidence[part].mean() - hit[part].mean())
+        for part in np.array_split(order, num_bins)
+        if len(part)
+    ]
+    return float(sum(gaps) / len(confidence))
+
+
+def ece_null_interval(confidence_UK: np.ndarray, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
+    """The interval in which a *perfectly calibrated* model's ECE would fall, by drawing hits from the confidences.
+
+    At most one item of a list is the next one, so each list's hit is one draw: position k with probability
+    confidence_k, none with the rest (a list whose confidences exceed 1 is scaled down to 1).
+    """
+    generator = np.random.default_rng(seed)
+    edges = np.cumsum(confidence_UK / np.maximum(confidence_UK.sum(1, keepdims=True), 1), axis=1)
+    starts = np.concatenate([np.zeros((len(edges), 1)), edges[:, :-1]], axis=1)
+    flat = confidence_UK.ravel()
+    draws = []
+    for _ in range(RESAMPLES // 4):
+        draw = generator.random((len(edges), 1))
+        draws.append(expected_calibration_error(flat, ((draw >= starts) & (draw < edges)).ravel()))
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def brier_skill(confidence: np.ndarray, hit: np.ndarray) -> float:
+    """1 − Brier/Brier of the constant base rate of these very hits: above 0 means more than the base rate."""
+    base = np.mean((hit.mean() - hit) ** 2)
+    return float(1 - np.mean((confidence - hit) ** 2) / base)
