@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import polars as pl
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from model.config import FIRST_ITEM, ModelConfig
 
@@ -55,7 +55,7 @@ FEATURES = (
 
 
 class BundleError(Exception):
-    """A bundle is missing, damaged, or of another format; the message names the folder, the file and the cure."""
+    """A bundle is missing, damaged or of another format; the message names the folder, the file, the cure."""
 
 
 class Strict(BaseModel):
@@ -94,6 +94,14 @@ class Calibration(Strict):
     bias: float
     report: CalibrationReport | None = None
 
+    @model_validator(mode="after")
+    def _one_number_a_feature(self) -> "Calibration":
+        if not len(self.features) == len(self.mean) == len(self.std) == len(self.weights):
+            raise ValueError("features, mean, std and weights must be of one length")
+        if unknown := set(self.features) - set(FEATURES):
+            raise ValueError(f"unknown features {sorted(unknown)}; known are {', '.join(FEATURES)}")
+        return self
+
     def confidence(self, features: dict[str, np.ndarray]) -> np.ndarray:
         """Calibrated probability, in (0, 1), that each item is the user's next event.
 
@@ -103,7 +111,8 @@ class Calibration(Strict):
         logit: Any = self.bias
         for name, mean, std, weight in zip(self.features, self.mean, self.std, self.weights, strict=True):
             logit = logit + weight * (features[name] - mean) / std
-        return np.asarray(1 / (1 + np.exp(-np.asarray(logit, np.float64))))
+        # σ by its logarithm: 1/(1 + exp(−x)) overflows for a far negative x.
+        return np.asarray(np.exp(-np.logaddexp(0, -np.asarray(logit, np.float64))))
 
 
 def confidence_features(
@@ -141,6 +150,8 @@ Document = TypeVar("Document", bound=Strict)
 
 
 class FileEntry(Strict):
+    """What one file must be, to the byte."""
+
     sha256: str
     size_bytes: int
 
@@ -181,7 +192,9 @@ class Items:
     def __init__(self, frame: pl.DataFrame) -> None:
         numbers = frame["number"].to_numpy()
         if not np.array_equal(numbers, np.arange(FIRST_ITEM, FIRST_ITEM + len(frame))):
-            raise BundleError("items.parquet: numbers do not run from 4 upwards without a gap; re-export the bundle")
+            raise BundleError(
+                "items.parquet: numbers do not run from 4 upwards without a gap; re-export the bundle"
+            )
         self.ids: list[str] = frame["item_id"].to_list()
         self.training_counts = frame["training_count"].to_numpy().astype(np.int64)
         self.titles: list[str | None] = frame["title"].to_list()
@@ -235,7 +248,7 @@ def golden_arrays(cases: list[GoldenCase]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its folder, and its small documents parsed. Graphs are loaded by whoever runs them."""
+    """An opened bundle: its folder, and its small documents parsed. Whoever runs the graphs loads them."""
 
     folder: Path
     manifest: Manifest
@@ -264,7 +277,7 @@ def open_bundle(folder: Path | str) -> Bundle:
         folder: the bundle's folder, or a link to it.
 
     Raises:
-        BundleError: the folder or a file is missing, damaged, unlisted, or of a format this code does not read.
+        BundleError: the folder or a file is missing, damaged, unlisted, or of a format not read here.
     """
     folder = Path(folder).resolve()
     manifest = _read_manifest(folder)
@@ -273,10 +286,14 @@ def open_bundle(folder: Path | str) -> Bundle:
     try:
         items = Items(pl.read_parquet(folder / "items.parquet"))
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise BundleError(f"{folder}: items.parquet cannot be read ({error}); publish the bundle again") from error
+        raise BundleError(
+            f"{folder}: items.parquet cannot be read ({error}); publish the bundle again"
+        ) from error
+    except BundleError as error:
+        raise BundleError(f"{folder}: {error}") from error
     if len(items) != manifest.num_items:
         raise BundleError(
-            f"{folder}: items.parquet has {len(items)} items, manifest.json says {manifest.num_items}; re-export"
+            f"{folder}: items.parquet has {len(items)} items, {MANIFEST} says {manifest.num_items}; re-export"
         )
     return Bundle(folder, manifest, calibration, items)
 
@@ -293,26 +310,38 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
         the bundle's folder; an identical bundle that is already there is left as it is.
 
     Raises:
-        BundleError: `fill` left out a file or the manifest's fields are wrong; nothing stays behind.
+        BundleError: `fill` left out a file or wrote one too many, or the manifest's fields are wrong; nothing
+            stays behind.
     """
     parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=parent))
     try:
         fill(staging)
         files = {}
+        for path in staging.iterdir():
+            if path.name not in FILES:
+                raise BundleError(f"{staging}: {path.name} is no file of a bundle; the export wrote too much")
         for name in FILES:
             if not (staging / name).is_file():
                 raise BundleError(f"{staging}: {name} was not written; the export is incomplete")
-            files[name] = FileEntry(sha256=_sha256(staging / name), size_bytes=(staging / name).stat().st_size)
+            files[name] = FileEntry(
+                sha256=_sha256(staging / name), size_bytes=(staging / name).stat().st_size
+            )
         document = {
             **manifest,
             "format_version": FORMAT_VERSION,
             "version": _content_hash(manifest, files),
             "files": files,
         }
-        parsed = Manifest.model_validate(document)
+        try:
+            parsed = Manifest.model_validate(document)
+        except ValidationError as error:
+            raise BundleError(
+                f"{parent}: {MANIFEST}, {_first_complaint(error)}; nothing was written"
+            ) from error
         (staging / MANIFEST).write_text(parsed.model_dump_json(indent=2) + "\n")
         for path in staging.iterdir():
+            path.chmod(0o644)  # the service may run as another user
             _fsync(path)
         staging.chmod(0o755)
         _fsync(staging)
@@ -331,14 +360,17 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        raise BundleError(f"{folder}: no {MANIFEST} here; point to a bundle's folder or to a registry with one published")
+        raise BundleError(
+            f"{folder}: no {MANIFEST} here; point to a bundle's folder or to a registry with one published"
+        )
     try:
         found = json.loads(path.read_bytes()).get("format_version")
     except (ValueError, AttributeError) as error:
         raise BundleError(f"{folder}: {MANIFEST} is not a JSON object; publish the bundle again") from error
     if found != FORMAT_VERSION:
         raise BundleError(
-            f"{folder}: exported for format {found}, this version reads {FORMAT_VERSION}: upgrade, or export again"
+            f"{folder}: {MANIFEST} is of format {found}, this version reads {FORMAT_VERSION}: "
+            "upgrade, or export again"
         )
     return _parse(path, Manifest)
 
@@ -346,13 +378,17 @@ def _read_manifest(folder: Path) -> Manifest:
 def _verify_files(folder: Path, manifest: Manifest) -> None:
     present = {path.name for path in folder.iterdir()} - {MANIFEST}
     for name in sorted(present - set(manifest.files)):
-        raise BundleError(f"{folder}: {name} is not listed in {MANIFEST}; remove it, or publish the bundle again")
+        raise BundleError(
+            f"{folder}: {name} is not listed in {MANIFEST}; remove it, or publish the bundle again"
+        )
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise BundleError(f"{folder}: {name} is missing; publish the bundle again")
         if path.stat().st_size != entry.size_bytes or _sha256(path) != entry.sha256:
-            raise BundleError(f"{folder}: {name} does not match its checksum in {MANIFEST}; publish the bundle again")
+            raise BundleError(
+                f"{folder}: {name} does not match its checksum in {MANIFEST}; publish the bundle again"
+            )
     for name in FILES:
         if name not in manifest.files:
             raise BundleError(f"{folder}: {MANIFEST} does not list {name}; export the bundle again")
@@ -362,14 +398,19 @@ def _parse(path: Path, model: type[Document]) -> Document:
     try:
         return model.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise BundleError(f"{path.parent}: {path.name}, field {field}: {first['msg']}; export the bundle again") from error
+        raise BundleError(
+            f"{path.parent}: {path.name}, {_first_complaint(error)}; export the bundle again"
+        ) from error
+
+
+def _first_complaint(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"field {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
 def _content_hash(manifest: dict[str, Any], files: dict[str, FileEntry]) -> str:
     named = {name: entry.sha256 for name, entry in sorted(files.items())}
-    text = json.dumps([named, str(manifest["name"]), str(manifest["lineage"])], sort_keys=True)
+    text = json.dumps([named, str(manifest.get("name")), str(manifest.get("lineage"))], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -11,12 +11,17 @@ Shape letters, bound at each public function's entry:
 All precision arithmetic is float32 or wider, also under autocast.
 """
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Gaussian(NamedTuple):
@@ -77,13 +82,29 @@ def bind_shapes(**named: tuple[Tensor, str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, (tensor, letters) in named.items():
         if tensor.dim() != len(letters):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {len(letters)} axes ({letters})")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; expected {len(letters)} axes ({letters})"
+            )
         for letter, size in zip(letters, tensor.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(f"{name}: axis {letter} is {size}, but was {sizes[letter]} before")
     return sizes
 
 
+def full_precision(step: Callable[P, R]) -> Callable[P, R]:
+    """Run a step in float32 or wider, also where autocast would take half precision."""
+
+    @functools.wraps(step)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+            return step(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return step(*map(_at_least_float32, args), **{k: _at_least_float32(v) for k, v in kwargs.items()})
+
+    return run
+
+
+@full_precision
 def kriging_weights(
     query_BHTC: Tensor, key_BHSC: Tensor, neighbour_precision_BS: Tensor, visible_BTS: Tensor
 ) -> Tensor:
@@ -91,12 +112,13 @@ def kriging_weights(
 
     Args:
         query_BHTC, key_BHSC: projections.
-        neighbour_precision_BS: λ̄, the mean over dimensions of each neighbour's precision, > 0.
+        neighbour_precision_BS: λ̄, the mean over dimensions of each neighbour's precision, > 0 where visible.
         visible_BTS: bool, which neighbours a position may see.
 
     Returns:
         weights (B,H,T,S) ≥ 0; rows sum to one, or to zero where nothing is visible.
     """
+    neighbour_precision_BS = _finite_where_hidden(neighbour_precision_BS, visible_BTS)
     logits = query_BHTC @ key_BHSC.transpose(-1, -2) / math.sqrt(query_BHTC.shape[-1])
     logits = logits + neighbour_precision_BS.log()[:, None, None, :]
     visible = visible_BTS[:, None]
@@ -104,6 +126,7 @@ def kriging_weights(
     return logits.masked_fill(~visible, -1e30).softmax(-1) * visible
 
 
+@full_precision
 def krige(
     query_BHTC: Tensor,
     key_BHSC: Tensor,
@@ -133,6 +156,7 @@ def krige(
         neighbour_precision=(neighbour_precision_BS, "BS"),
         visible=(visible_BTS, "BTS"),
     )
+    neighbour_precision_BS = _finite_where_hidden(neighbour_precision_BS, visible_BTS)
     weights = kriging_weights(query_BHTC, key_BHSC, neighbour_precision_BS, visible_BTS)
     seen_BHT = visible_BTS.any(-1)[:, None].expand(weights.shape[:-1])
 
@@ -156,6 +180,7 @@ def krige(
     )
 
 
+@full_precision
 def observation_precision(field: KrigedField, output_weight_DD: Tensor) -> Tensor:
     """λ^obs = 1/σ̂² after the output projection's change of basis (math.md §1 [O]).
 
@@ -175,6 +200,7 @@ def observation_precision(field: KrigedField, output_weight_DD: Tensor) -> Tenso
     return torch.where(observed_BT1, (field.variance @ mixing.T).reciprocal(), 0)
 
 
+@full_precision
 def update(prior: Gaussian, innovation_BTD: Tensor, observation_precision_BTD: Tensor) -> Posterior:
     """The residual connection as a Kalman update (math.md §2 [P]).
 
@@ -199,6 +225,7 @@ def update(prior: Gaussian, innovation_BTD: Tensor, observation_precision_BTD: T
     return Posterior(prior.mean + gain * innovation_BTD, posterior_precision, gain)
 
 
+@full_precision
 def predict(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Gaussian:
     """The feed-forward as dynamics: the mean moves, the precision fades by process noise (math.md §3 [P]).
 
@@ -243,7 +270,22 @@ def predict(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Ga
 
 def gelu_slope(x: Tensor) -> Tensor:
     """Derivative of the exact GELU: Φ(x) + x·φ(x)."""
-    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
+    cumulative = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return cumulative + x * torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
+
+
+def _finite_where_hidden(neighbour_precision_BS: Tensor, visible_BTS: Tensor) -> Tensor:
+    """λ̄ with 1 in place of what no position sees: padding's 0 would give NaN under the mask."""
+    return torch.where(visible_BTS.any(1), neighbour_precision_BS, 1)
+
+
+def _at_least_float32(value: Any) -> Any:
+    """A tensor, or a tuple of them, with half precision widened; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, tuple):
+        return type(value)(*map(_at_least_float32, value))
+    return value
 
 
 def _merge_heads(field_BHTC: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from model.filtering import Dynamics, Gaussian, KrigedField, Posterior
 
 
 class Steps(Protocol):
-    """The steps a filtering layer calls: `model.filtering` itself, or the nodes that an export emits for them."""
+    """The steps a filtering layer calls: `model.filtering` itself, or the nodes that an export emits."""
 
     def krige(
         self,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from model.config import FIRST_ITEM
+from model.config import FIRST_ITEM, PAD
 
 
 class InitialPrecision(nn.Module):
@@ -37,7 +37,7 @@ class InitialPrecision(nn.Module):
 
         Args:
             items_BT: item numbers.
-            weights_BT: event weights > 0; 1 on special tokens, anything on padding.
+            weights_BT: event weights > 0; 1 on special tokens, any finite number on padding.
         """
         precision = self.item_precision()[items_BT] * weights_BT
-        return torch.where(items_BT == 0, 1, precision)
+        return torch.where(items_BT == PAD, 1, precision)

@@ -1,7 +1,8 @@
-"""The registry: which bundle is current, which was before, and how to go back (architecture.md, "The bundle").
+"""The registry: which bundle is current, which one was before, and how to go back (architecture.md).
 
-A registry is a folder: one folder a bundle, `registry.json` as the one truth, and `current`, a link to the current
-bundle for people and tools. `registry.json` is replaced by rename, so a reader sees the old or the new, whole.
+A registry is a folder: one folder a bundle, `registry.json` as the one truth, and `current`, a link to the
+current bundle for people and tools. `registry.json` is replaced by rename, so a reader sees the old or the
+new, whole.
 """
 
 import fcntl
@@ -41,6 +42,7 @@ def publish(registry: Path, version: str) -> RegistryIndex:
         if before is None:
             return _replace(registry, RegistryIndex(current=version, history=(version,)))
         if before.current == version:
+            _link(registry, version)
             return before
         history = (*before.history, version)
         return _replace(registry, RegistryIndex(current=version, previous=before.current, history=history))
@@ -84,7 +86,9 @@ def resolve(location: Path | str) -> Path:
         return folder.resolve()
     index = read_index(folder)
     if index is None:
-        raise BundleError(f"{folder}: neither a bundle ({MANIFEST}) nor a registry ({REGISTRY}); run `bft-train train`")
+        raise BundleError(
+            f"{folder}: neither a bundle ({MANIFEST}) nor a registry ({REGISTRY}); run `bft-train train`"
+        )
     return (folder / index.current).resolve()
 
 
@@ -95,11 +99,16 @@ def _replace(registry: Path, index: RegistryIndex) -> RegistryIndex:
         file.flush()
         os.fsync(file.fileno())
     staging.replace(registry / REGISTRY)
+    _link(registry, index.current)
+    return index
+
+
+def _link(registry: Path, version: str) -> None:
+    """Point `current` at a version; also repairs it after a publisher that died between index and link."""
     link = registry / f".{CURRENT}.{os.getpid()}"
     link.unlink(missing_ok=True)
-    link.symlink_to(index.current)
+    link.symlink_to(version)
     link.replace(registry / CURRENT)
-    return index
 
 
 @contextmanager

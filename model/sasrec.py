@@ -66,7 +66,8 @@ class SASRec(nn.Module):
         real_BT = items_BT != PAD
         items_BT = self.input_number[items_BT]
         positions = torch.arange(items_BT.shape[1], device=items_BT.device)
-        embedded = self.item_embedding(items_BT) * math.sqrt(self.config.width) + self.position_embedding(positions)
+        embedded = self.item_embedding(items_BT) * math.sqrt(self.config.width)
+        embedded = embedded + self.position_embedding(positions)
         mean = F.dropout(embedded, self.config.dropout, self.training)
         state = Gaussian(mean, self._initial_precision(items_BT, weights_BT, mean))
 

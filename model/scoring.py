@@ -50,7 +50,7 @@ class GaussianHead(nn.Module):
         return Readout(self.norm(state.mean), self.norm.weight.square() / spread)
 
     def shrinkage(self) -> Tensor:
-        """c ≥ 0: how strongly variance pulls a score towards the catalogue's average; 0 for the plain head."""
+        """c ≥ 0: how far variance pulls a score towards the catalogue's average; 0 for the plain head."""
         return F.softplus(self.variance_scale) if self.filtering else torch.zeros(())
 
     def candidate_variance(self, log_count_M: Tensor) -> Tensor:
@@ -59,7 +59,9 @@ class GaussianHead(nn.Module):
             return torch.zeros_like(log_count_M)
         return (self.candidate_level - F.softplus(self.candidate_slope) * log_count_M).exp()
 
-    def forward(self, state: Gaussian, items_MD: Tensor, log_count_M: Tensor, catalogue_mean_D: Tensor) -> Scores:
+    def forward(
+        self, state: Gaussian, items_MD: Tensor, log_count_M: Tensor, catalogue_mean_D: Tensor
+    ) -> Scores:
         """Score M candidates for R states, all against all: (R,M).
 
             μ_i = ⟨z, e_i⟩      v_i = Σ_d e²ρ + (r_i/D) Σ_d (z² + ρ)      logit = (μ_i − ⟨z, ē⟩)/√(1 + c·v_i)
@@ -75,15 +77,19 @@ class GaussianHead(nn.Module):
         if not self.filtering:
             return self._scores(z, mean, torch.zeros_like(mean), catalogue_mean_D)
         candidate = _energy(z)[:, None] * self.candidate_variance(log_count_M)
-        return self._scores(z, mean, torch.addmm(candidate, z.variance, items_MD.square().T), catalogue_mean_D)
+        variance = torch.addmm(candidate, z.variance, items_MD.square().T)
+        return self._scores(z, mean, variance, catalogue_mean_D)
 
-    def pairs(self, state: Gaussian, items_RD: Tensor, log_count_R: Tensor, catalogue_mean_D: Tensor) -> Scores:
+    def pairs(
+        self, state: Gaussian, items_RD: Tensor, log_count_R: Tensor, catalogue_mean_D: Tensor
+    ) -> Scores:
         """Score one candidate for each state: (R,). Same arguments as `forward`, row by row."""
         z = self.readout(state)
         mean = (z.mean * items_RD).sum(-1)
         if not self.filtering:
             return self._scores(z, mean, torch.zeros_like(mean), catalogue_mean_D)
-        variance = (items_RD.square() * z.variance).sum(-1) + _energy(z) * self.candidate_variance(log_count_R)
+        candidate = _energy(z) * self.candidate_variance(log_count_R)
+        variance = (items_RD.square() * z.variance).sum(-1) + candidate
         return self._scores(z, mean, variance, catalogue_mean_D)
 
     def _scores(self, z: Readout, mean: Tensor, variance: Tensor, catalogue_mean_D: Tensor) -> Scores:

@@ -5,6 +5,7 @@ W windows · B rows of a batch · T positions (BOS first) · R real target posit
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,9 +22,9 @@ POOL_BATCHES = 32
 class Windows:
     """Windows over one flat list of events: what each shows, and which of its positions predict.
 
-    `items`, `weights` (E,): all events with weight > 0, user after user. Per window (W,): `start`, its first event
-    in the flat list; `num_inputs` events shown; `first_target` and `num_targets`, the positions that predict the
-    event right after them (position p has seen BOS and p events).
+    `items`, `weights` (E+1,): all events with weight > 0, user after user, and one PAD behind them. Per window
+    (W,): `start`, its first event in the flat list; `num_inputs` events shown; `first_target` and `num_targets`,
+    the positions that predict the event right after them (position p has seen BOS and p events).
     """
 
     items: Tensor
@@ -39,8 +40,8 @@ class Windows:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows: `items`, `weights` (B,T); `last` (B,) each row's last real position; `positions` (R,) indices
-    into the flattened (B·T) grid that predict, and their `targets` (R,) item numbers."""
+    """Padded rows: `items`, `weights` (B,T); `last` (B,) each row's last real position; `positions` (R,)
+    indices into the flattened (B·T) grid that predict, and their `targets` (R,) item numbers."""
 
     items: Tensor
     weights: Tensor
@@ -50,13 +51,13 @@ class Batch:
 
 
 def training_windows(histories: Histories, max_len: int) -> Windows:
-    """Every window that the rule visits, so that each event is a target exactly once, in the context it is served in.
+    """Every window that the rule visits: each event is a target once, in the context it is served in.
 
     A user's first window predicts from BOS on; a later one predicts from where the earlier one had to stop.
     """
     items, weights, bounds = _weighted_events(histories)
     rows = []
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in pairwise(bounds):
         num_events = end - begin
         if num_events == 0:
             continue
@@ -81,7 +82,7 @@ def collate(windows: Windows, rows: Tensor) -> Batch:
     """The batch of the named windows, padded to the longest of them."""
     num_inputs = windows.num_inputs[rows]
     steps = torch.arange(int(num_inputs.max()) + 1)
-    events = (windows.start[rows, None] + steps).clamp_max(len(windows.items) - 1)
+    events = (windows.start[rows, None] + steps).clamp_max(len(windows.items) - 1)  # the PAD at the end
 
     shown = steps < num_inputs[:, None]
     items = torch.full(events.shape, PAD)
@@ -92,6 +93,7 @@ def collate(windows: Windows, rows: Tensor) -> Batch:
 
     offset = steps - windows.first_target[rows, None]
     predicts = (offset >= 0) & (offset < windows.num_targets[rows, None])
+    predicts &= windows.items[events] >= FIRST_ITEM  # an unknown item is never a target
     positions = predicts.flatten().nonzero().squeeze(1)
     return Batch(items, weights, num_inputs, positions, windows.items[events].flatten()[positions])
 
@@ -107,14 +109,17 @@ def shuffled_batches(windows: Windows, batch_size: int, generator: torch.Generat
 
 
 def with_unknowns(batch: Batch, rate: float, generator: torch.Generator) -> Batch:
-    """The batch with a share of its input events replaced by UNK, so that UNK is trained (math.md, "The sequence")."""
+    """The batch with a share of its input events read as UNK, so that UNK is trained (math.md)."""
     replaced = (torch.rand(batch.items.shape, generator=generator) < rate) & (batch.items >= FIRST_ITEM)
-    return Batch(batch.items.masked_fill(replaced, UNK), batch.weights, batch.last, batch.positions, batch.targets)
+    return Batch(
+        batch.items.masked_fill(replaced, UNK), batch.weights, batch.last, batch.positions, batch.targets
+    )
 
 
 def _weighted_events(histories: Histories) -> tuple[Tensor, Tensor, np.ndarray]:
     """Events with weight > 0, flat, and the users' bounds in them; weight 0 stays out of the history."""
     kept = histories.weights > 0
     bounds = np.concatenate([[0], np.cumsum(kept)])[histories.offsets]
-    items = torch.from_numpy(histories.items[kept].astype(np.int64))
-    return items, torch.from_numpy(histories.weights[kept].astype(np.float32)), bounds
+    items = np.append(histories.items[kept], PAD).astype(np.int64)
+    weights = np.append(histories.weights[kept], 1).astype(np.float32)
+    return torch.from_numpy(items), torch.from_numpy(weights), bounds

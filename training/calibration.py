@@ -13,6 +13,7 @@ from model.bundle import FEATURES, Calibration, Event
 from model.config import FIRST_ITEM
 from training.evaluate import Predictions, ScoredUsers
 from training.splits import Targets
+from training.tables import DataError
 
 FIT_LIST_LENGTH = 100
 """Items of each validation user's list that the confidence map is fitted on."""
@@ -24,11 +25,11 @@ TEMPERATURES = np.geomspace(0.25, 4.0, 49)
 def fit_temperature(scored_users: Iterable[ScoredUsers], targets: Targets) -> float:
     """The T > 0 whose softmax(logit/T) gives the targets the highest likelihood.
 
-    One pass over the users evaluates a grid in log T; a parabola through its best three points refines it. Targets
-    that the event rules out say nothing and are left out.
+    One pass over the users evaluates a grid in log T; a parabola through its best three points refines it.
+    Targets that the event rules out say nothing and are left out.
 
     Raises:
-        ValueError: no target is possible under the event.
+        DataError: no target is possible under the event.
     """
     total, num_possible = np.zeros(len(TEMPERATURES)), 0
     for scored in scored_users:
@@ -40,14 +41,20 @@ def fit_temperature(scored_users: Iterable[ScoredUsers], targets: Targets) -> fl
             partition = (scored.logit / temperature).logsumexp(-1).numpy()
             total[index] += (partition - own / temperature)[possible].sum()
     if num_possible == 0:
-        raise ValueError("no validation target is possible under the event: use event `next_item` for logs with repeats")
+        raise DataError(
+            "no validation target is possible under the event: use event `next_item` for logs with repeats"
+        )
     return float(np.exp(_parabola_minimum(np.log(TEMPERATURES), total)))
 
 
 def fit_confidence(
-    predictions: Predictions, training_counts: np.ndarray, temperature: float, variance_scale: float, event: Event
+    predictions: Predictions,
+    training_counts: np.ndarray,
+    temperature: float,
+    variance_scale: float,
+    event: Event,
 ) -> Calibration:
-    """The logistic confidence map, by penalised maximum likelihood with a non-negative weight on the probability.
+    """The logistic confidence map, by penalised maximum likelihood; the probability's weight is kept ≥ 0.
 
     Args:
         predictions: of the validation users, at this temperature, with lists of `FIT_LIST_LENGTH`.
@@ -58,9 +65,13 @@ def fit_confidence(
     all_features = predictions.features(training_counts, FIT_LIST_LENGTH)
     hit = predictions.hit[:, :FIT_LIST_LENGTH]
     usable = np.isfinite(predictions.list_log_probability[:, :FIT_LIST_LENGTH])
-    columns = {name: np.broadcast_to(all_features[name], hit.shape)[usable].astype(np.float64) for name in FEATURES}
+    columns = {
+        name: np.broadcast_to(all_features[name], hit.shape)[usable].astype(np.float64) for name in FEATURES
+    }
     # A feature that never varies says nothing: a plain model's precision is infinite for everyone.
-    names = tuple(name for name, column in columns.items() if np.isfinite(column).all() and column.std() > 1e-9)
+    names = tuple(
+        name for name, column in columns.items() if np.isfinite(column).all() and column.std() > 1e-9
+    )
     design = np.stack([columns[name] for name in names], 1)
     mean, std = design.mean(0), design.std(0)
     weights, bias = _fit_logistic((design - mean) / std, hit[usable].astype(np.float64), names)
@@ -77,7 +88,7 @@ def fit_confidence(
 
 
 def _fit_logistic(design: np.ndarray, hit: np.ndarray, names: tuple[str, ...]) -> tuple[np.ndarray, float]:
-    """Weights and bias; the weight of the probability stays ≥ 0, so that the confidence is increasing in it."""
+    """Weights and bias; the weight of the probability stays ≥ 0: the confidence never falls with it."""
 
     def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
         weights, bias = parameters[:-1], parameters[-1]
@@ -93,7 +104,7 @@ def _fit_logistic(design: np.ndarray, hit: np.ndarray, names: tuple[str, ...]) -
 
 
 def _parabola_minimum(x: np.ndarray, y: np.ndarray) -> float:
-    """Minimum of the parabola through the grid's lowest point and its two neighbours; the point itself at an end."""
+    """Minimum of the parabola through the lowest point and its neighbours; the point itself at an end."""
     best = int(np.argmin(y))
     if best in (0, len(x) - 1):
         return float(x[best])

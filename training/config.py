@@ -11,12 +11,35 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.config import ModelConfig
 from training.events import DataConfig
-from training.loop import OptimizerConfig
 from training.splits import SplitName
 
 
 class ConfigError(Exception):
-    """The configuration is wrong; the message names the file or override, the key, and what would be accepted."""
+    """The configuration is wrong; the message names the file or override, the key, and what is accepted."""
+
+
+class OptimizerConfig(BaseModel):
+    """How a model is fitted. Strict and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    seed: int = 0
+    epochs: int = Field(default=60, ge=1)
+    max_seconds: float | None = Field(default=None, gt=0)
+    """No further epoch is begun after this many seconds of training."""
+    batch_size: int = Field(default=128, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    precision_rate_multiple: float = Field(default=20.0, gt=0)
+    """θ's learning rate as a multiple of the base rate: with the base rate it cannot move (measured)."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    loss: Literal["full", "sampled"] = "full"
+    num_negatives: int = Field(default=512, ge=1)
+    """Shared uniform negatives a batch, for the sampled loss."""
+    unknown_rate: float = Field(default=0.01, ge=0, lt=1)
+    """Share of input events that training replaces by UNK."""
+    clip_norm: float = Field(default=5.0, gt=0)
+    patience: int = Field(default=8, ge=1)
+    """Epochs without a better validation NDCG@10 before training stops."""
 
 
 class RunConfig(BaseModel):
@@ -31,7 +54,7 @@ class RunConfig(BaseModel):
     """A `.item` or CSV file with the items' titles."""
     split: SplitName = "leave_one_out"
     event: Literal["auto", "next_new_item", "next_item"] = "auto"
-    """What a confidence is the probability of; `auto`: `next_new_item` unless users of the log repeat items."""
+    """What a confidence is the probability of; `auto`: `next_new_item` unless users repeat items."""
     model: ModelConfig = ModelConfig()
     training: OptimizerConfig = OptimizerConfig()
 
@@ -61,7 +84,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
-            raise ConfigError(f"override {override!r} is not of the form dotted.key=value, e.g. training.epochs=20")
+            raise ConfigError(
+                f"override {override!r} is not of the form dotted.key=value, e.g. training.epochs=20"
+            )
         _set(document, key.split("."), _parse_yaml(text, f"override {override!r}"), override)
     try:
         return RunConfig.model_validate(document)
@@ -74,10 +99,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a YAML file with --config") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); name a YAML file with --config"
+        ) from error
     document = _parse_yaml(text, str(path))
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected keys such as data, model, training; found {type(document).__name__}")
+        raise ConfigError(
+            f"{path}: expected keys such as data, model, training; found {type(document).__name__}"
+        )
     return document
 
 

@@ -1,7 +1,7 @@
 """Full-ranking evaluation: what a model says before each user's target event, and how good that is.
 
-The whole catalogue is ranked (never sampled negatives), seen items at −inf when the event is `next_new_item`, special
-tokens never, ties as half a place. U users · N catalogue items · K list length
+The whole catalogue is ranked (never sampled negatives), seen items at −inf when the event is `next_new_item`,
+special tokens never, ties as half a place. U users · N catalogue items · K list length
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,8 +27,8 @@ LIST_LENGTH = 10
 
 @dataclass(frozen=True)
 class ScoredUsers:
-    """Everything a model says of some users: `users` (B,) row numbers, `logit` and `variance` (B,N), the logit −inf
-    where the event cannot be that item; `mean_precision` (B,) of the final state."""
+    """Everything a model says of some users: `users` (B,) row numbers, `logit` and `variance` (B,N),
+    the logit −inf where the event cannot be that item; `mean_precision` (B,) of the final state."""
 
     users: np.ndarray
     logit: torch.Tensor
@@ -40,8 +40,8 @@ class ScoredUsers:
 class Predictions:
     """What a model says before each user's target event.
 
-    Per user (U,): `rank` of the target, `log_probability` of the target in nats, `entropy` over the catalogue in
-    nats, `mean_precision`, `num_events`. Per listed item (U,K), best first: `items`, item numbers;
+    Per user (U,): `rank` of the target, `log_probability` of the target in nats, `entropy` over the catalogue
+    in nats, `mean_precision`, `num_events`. Per listed item (U,K), best first: `items`, item numbers;
     `list_log_probability`; `list_variance`; `hit`, whether it is the target.
     """
 
@@ -110,7 +110,9 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
             },
         )
         by_row = np.argsort(numbers, axis=1)
-        logit, variance = (torch.from_numpy(np.take_along_axis(values, by_row, 1)) for values in (logit, variance))
+        logit, variance = (
+            torch.from_numpy(np.take_along_axis(values, by_row, 1)) for values in (logit, variance)
+        )
         _rule_out_seen(logit, histories, users, bundle.calibration.event)
         yield ScoredUsers(users.numpy(), logit, variance, mean_precision)
 
@@ -132,7 +134,9 @@ def ranks(scored_users: Iterable[ScoredUsers], targets: Targets) -> np.ndarray:
     """Rank of each user's target, (U,)."""
     result = np.empty(len(targets))
     for scored in scored_users:
-        result[scored.users] = metrics.target_ranks(scored.logit.numpy(), targets.target[scored.users] - FIRST_ITEM)
+        result[scored.users] = metrics.target_ranks(
+            scored.logit.numpy(), targets.target[scored.users] - FIRST_ITEM
+        )
     return result
 
 
@@ -182,12 +186,16 @@ def report(
         training_counts: (N,).
 
     Returns:
-        `hr@10`, `ndcg@10`, … of the model; the same under `popularity`; `intervals` of the model's means and of the
-        paired gain over popularity; `nll` of the target, mean over users whose target the event allows, beside
-        `uniform_nll` over the catalogue; `ece@10`, its `ece_null_interval`, `mean_confidence`, `brier_skill@10`;
-        `users`, and `impossible_targets`: users whose target the event rules out, counted as misses.
+        `hr@10`, `ndcg@10`, … of the model; the same under `popularity`; `intervals` of the model's means
+        and of the paired gain over popularity; `nll` of the target, mean over users whose target the event
+        allows, beside `uniform_nll` over the catalogue; `ece@10`, its `ece_null_interval`,
+        `mean_confidence`, `brier_skill@10`; `users`, and `impossible_targets`: users whose target the event
+        rules out, counted as misses.
     """
-    confidence = calibration.confidence(predictions.features(training_counts, LIST_LENGTH))
+    with np.errstate(invalid="ignore"):  # −inf·0 where the map gives the probability no weight
+        confidence = calibration.confidence(predictions.features(training_counts, LIST_LENGTH))
+    # A list longer than what is left of the catalogue ends in items that the event rules out.
+    confidence = np.where(np.isneginf(predictions.list_log_probability[:, :LIST_LENGTH]), 0.0, confidence)
     hit = predictions.hit[:, :LIST_LENGTH].astype(np.float64)
     possible = np.isfinite(predictions.log_probability)
     return {
@@ -206,7 +214,9 @@ def report(
     }
 
 
-def _predict_chunk(scored: ScoredUsers, targets: Targets, temperature: float, k: int) -> dict[str, np.ndarray]:
+def _predict_chunk(
+    scored: ScoredUsers, targets: Targets, temperature: float, k: int
+) -> dict[str, np.ndarray]:
     target_rows = targets.target[scored.users] - FIRST_ITEM
     log_probability = (scored.logit / temperature).log_softmax(-1)
     probability = log_probability.exp()

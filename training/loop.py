@@ -1,14 +1,15 @@
 """The training loop: epochs over bucketed windows, early stopping on validation NDCG@10, exact resume."""
 
 import copy
+import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from model.bundle import Event
@@ -16,32 +17,9 @@ from model.filtering import Gaussian
 from model.sasrec import SASRec
 from training import losses, metrics
 from training.batches import Batch, Windows, collate, shuffled_batches, training_windows, with_unknowns
+from training.config import ConfigError, OptimizerConfig
 from training.evaluate import ranks, score_users
 from training.splits import Split
-
-
-class OptimizerConfig(BaseModel):
-    """How a model is fitted. Strict and frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    seed: int = 0
-    epochs: int = Field(default=60, ge=1)
-    max_seconds: float | None = Field(default=None, gt=0)
-    """No further epoch is begun after this many seconds of training."""
-    batch_size: int = Field(default=128, ge=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
-    precision_rate_multiple: float = Field(default=20.0, gt=0)
-    """θ's learning rate as a multiple of the base rate: with the base rate it cannot move (facts measured)."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    loss: Literal["full", "sampled"] = "full"
-    num_negatives: int = Field(default=512, ge=1)
-    """Shared uniform negatives a batch, for the sampled loss."""
-    unknown_rate: float = Field(default=0.01, ge=0, lt=1)
-    """Share of input events that training replaces by UNK."""
-    clip_norm: float = Field(default=5.0, gt=0)
-    patience: int = Field(default=8, ge=1)
-    """Epochs without a better validation NDCG@10 before training stops."""
 
 
 @dataclass
@@ -75,12 +53,16 @@ def fit(
         split: training histories and validation targets.
         event: what counts as the next event, for validation.
         config: the optimiser's settings.
-        checkpoint: where the state is saved after each epoch and resumed from if it is there. A resumed run takes
-            the same steps as an unbroken one.
-        on_step, on_epoch: progress: (step, steps of this epoch, loss), and the epoch's row of the learning curve.
+        checkpoint: where the state is saved after each epoch and resumed from if it is there. A resumed run
+            takes the same steps as an unbroken one.
+        on_step, on_epoch: progress: (step, steps of this epoch, mean loss so far), and the epoch's row of the
+            learning curve.
 
     Returns:
         the final state, with the learning curve.
+
+    Raises:
+        ConfigError: the loss is no longer finite.
     """
     windows = training_windows(split.train, model.config.max_len)
     state = TrainState(model, _optimizer(model, config), torch.Generator().manual_seed(config.seed))
@@ -94,7 +76,12 @@ def fit(
         ndcg = float(metrics.ndcg(ranks_U, 10).mean())
         state.epoch += 1
         state.seconds += time.monotonic() - begun
-        row = {"epoch": state.epoch, "loss": loss, "val_ndcg@10": ndcg, "val_hr@10": float((ranks_U <= 10).mean())}
+        row = {
+            "epoch": state.epoch,
+            "loss": loss,
+            "val_ndcg@10": ndcg,
+            "val_hr@10": float((ranks_U <= 10).mean()),
+        }
         state.curve.append({**row, "seconds": round(state.seconds, 2)})
         if ndcg > state.best_ndcg:
             state.best_ndcg, state.best_epoch = ndcg, state.epoch
@@ -109,12 +96,21 @@ def fit(
 def train_epoch(
     state: TrainState, windows: Windows, config: OptimizerConfig, on_step: Callable[[int, int, float], None]
 ) -> float:
-    """One pass over all windows; returns the mean loss of the steps."""
+    """One pass over all windows; returns the mean loss of the steps.
+
+    Raises:
+        ConfigError: the loss is no longer finite.
+    """
     state.model.train()
     total, steps = 0.0, -(-len(windows) // config.batch_size)
     for step, rows in enumerate(shuffled_batches(windows, config.batch_size, state.generator), 1):
         batch = with_unknowns(collate(windows, rows), config.unknown_rate, state.generator)
         loss = batch_loss(state.model, batch, config, state.generator)
+        if not math.isfinite(loss.item()):
+            raise ConfigError(
+                f"the loss is {loss.item()} at step {step} of epoch {state.epoch + 1}: training diverged;"
+                " lower training.learning_rate or training.precision_rate_multiple"
+            )
         state.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
@@ -130,7 +126,9 @@ def batch_loss(model: SASRec, batch: Batch, config: OptimizerConfig, generator: 
     mean, precision = (part.flatten(0, 1)[batch.positions] for part in encoded)
     if config.loss == "full":
         return losses.full_cross_entropy(model, Gaussian(mean, precision), batch.targets)
-    return losses.sampled_softmax(model, Gaussian(mean, precision), batch.targets, config.num_negatives, generator)
+    return losses.sampled_softmax(
+        model, Gaussian(mean, precision), batch.targets, config.num_negatives, generator
+    )
 
 
 def _optimizer(model: SASRec, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -161,7 +159,10 @@ def _save(state: TrainState, path: Path) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_suffix(".staging")
-    torch.save(document, staging)
+    with staging.open("wb") as file:
+        torch.save(document, file)
+        file.flush()
+        os.fsync(file.fileno())
     staging.replace(path)
 
 

@@ -18,7 +18,12 @@ def target_ranks(scores_UN: np.ndarray, target_rows_U: np.ndarray) -> np.ndarray
 
     Returns:
         (U,) floats; infinite where the target itself cannot be recommended.
+
+    Raises:
+        ValueError: a score is NaN, which no comparison would count as better than the target.
     """
+    if np.isnan(scores_UN).any():
+        raise ValueError("scores hold NaN: the model's weights are not finite")
     own = np.take_along_axis(scores_UN, target_rows_U[:, None], 1)
     better = (scores_UN > own).sum(1)
     tied = (scores_UN == own).sum(1) - 1
@@ -39,7 +44,11 @@ def ndcg(ranks_U: np.ndarray, k: int) -> np.ndarray:
 def ranking_metrics(ranks_U: np.ndarray) -> dict[str, float]:
     """Mean HR and NDCG at 5, 10, 20."""
     measures = {"hr": hit_rate, "ndcg": ndcg}
-    return {f"{name}@{k}": float(per_user(ranks_U, k).mean()) for name, per_user in measures.items() for k in CUTOFFS}
+    return {
+        f"{name}@{k}": float(per_user(ranks_U, k).mean())
+        for name, per_user in measures.items()
+        for k in CUTOFFS
+    }
 
 
 def bootstrap_interval(values_U: np.ndarray, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
@@ -66,7 +75,7 @@ def expected_calibration_error(confidence: np.ndarray, hit: np.ndarray, num_bins
 
 
 def ece_null_interval(confidence_UK: np.ndarray, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
-    """The interval in which a *perfectly calibrated* model's ECE would fall, by drawing hits from the confidences.
+    """The interval in which a *perfectly calibrated* model's ECE would fall: hits drawn from the confidences.
 
     At most one item of a list is the next one, so each list's hit is one draw: position k with probability
     confidence_k, none with the rest (a list whose confidences exceed 1 is scaled down to 1).
@@ -84,6 +93,9 @@ def ece_null_interval(confidence_UK: np.ndarray, seed: int = 0, level: float = 0
 
 
 def brier_skill(confidence: np.ndarray, hit: np.ndarray) -> float:
-    """1 − Brier/Brier of the constant base rate of these very hits: above 0 means more than the base rate."""
+    """1 − Brier/Brier of the constant base rate of these very hits: above 0 means more than the base rate.
+
+    0 where all hits are alike: that base rate is never wrong, and no ratio to it exists.
+    """
     base = np.mean((hit.mean() - hit) ** 2)
-    return float(1 - np.mean((confidence - hit) ** 2) / base)
+    return float(1 - np.mean((confidence - hit) ** 2) / base) if base > 0 else 0.0

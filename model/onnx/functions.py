@@ -1,7 +1,7 @@
-"""The ONNX domain `bft`: each filtering step as one node, with a body in standard operators (architecture.md).
+"""The ONNX domain `bft`: each filtering step as a node with a body in standard operators (architecture.md).
 
-A plain ONNX Runtime runs the bodies; where a native kernel for a node is registered, it runs that instead, from the
-same file. `EmittedSteps` is what an export passes to the model in place of `model.filtering`.
+A plain ONNX Runtime runs the bodies; where a native kernel for a node is registered, it runs that instead,
+from the same file. `EmittedSteps` is what an export passes to the model in place of `model.filtering`.
 
 Shape letters as in `model.filtering`; V = FIRST_ITEM + N rows of the item table.
 """
@@ -24,8 +24,10 @@ BFT = Opset(DOMAIN, VERSION)
 def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_dof: float):
     """`filtering.krige` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
     channels = op.CastLike(op.Shape(query, start=3, end=4), query)
+    hidden = op.ReduceMax(op.CastLike(visible, query), [1], keepdims=0) == 0.0
+    finite_precision = op.Where(hidden, 1.0, neighbour_precision)
     logits = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) / op.Sqrt(channels)
-    logits = logits + op.Unsqueeze(op.Log(neighbour_precision), [1, 2])
+    logits = logits + op.Unsqueeze(op.Log(finite_precision), [1, 2])
     visible_here = op.Unsqueeze(visible, [1])
     weights = op.Softmax(op.Where(visible_here, logits, -1e30), axis=-1) * op.CastLike(visible_here, logits)
     total = op.ReduceSum(weights, [3], keepdims=1)
@@ -35,7 +37,7 @@ def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_
     spread = op.MatMul(weights, value * value) - kriged_mean * kriged_mean
     residual_variance = op.Max(spread, 0.0)
     n = 1.0 / op.Where(seen, op.ReduceSum(weights * weights, [3], keepdims=1), 1.0)
-    kriging_prior_variance = op.MatMul(weights, op.Unsqueeze(1.0 / neighbour_precision, [1, 3]))
+    kriging_prior_variance = op.MatMul(weights, op.Unsqueeze(1.0 / finite_precision, [1, 3]))
     dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
     reml = (dof * kriging_prior_variance + n * residual_variance) / (dof + n - 1.0)
     reml_variance = op.Where(seen, reml, 1.0)
@@ -56,7 +58,9 @@ def KalmanUpdate(prior_mean, prior_precision, innovation, observation_precision)
 
 
 @script(BFT, default_opset=op)
-def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
+def DynamicsPredict(
+    mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float
+):
     """`filtering.predict` → mean, precision, each (B,T,D)."""
     centred = mean - op.ReduceMean(mean, [-1], keepdims=1)
     eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
@@ -88,11 +92,12 @@ def GaussianTopK(
     """Score every item, normalise over the unseen ones, list the k best (math.md, "Scoring").
 
     Inputs: readout `mean`, `variance` (B,D); `items` (V,D); `candidate_variance` (V,); `catalogue_mean` (D,);
-    `seen` (B,S), item numbers outside the normaliser; `blocked` (B,X), item numbers outside the list; `k` (1,);
-    `temperature` and `variance_scale` scalars.
+    `seen` (B,S), item numbers outside the normaliser; `blocked` (B,X), item numbers outside the list;
+    `k` (1,); `temperature` and `variance_scale` scalars.
 
     Outputs: per listed item (B,k) `numbers`, `logit` (−inf where fewer than k are left), `score_mean`,
-    `score_variance`; per user (B,) `log_partition` of logit/T, `entropy` in nats.
+    `score_variance`; per user (B,) `log_partition` of logit/T, `entropy` in nats; −inf and 0 for one who
+    has seen everything.
     """
     all_mean = op.MatMul(mean, op.Transpose(items, perm=[1, 0]))
     energy = op.ReduceMean(mean * mean + variance, [-1], keepdims=1)
@@ -104,13 +109,17 @@ def GaussianTopK(
     never = op.CastLike(op.Constant(value_float=float("-inf")), mean)
     possible = op.ScatterElements(all_logit, seen, op.Expand(never, op.Shape(seen)), axis=1)
     scaled = possible / temperature
-    shifted = scaled - op.ReduceMax(scaled, [-1], keepdims=1)
+    highest = op.ReduceMax(scaled, [-1], keepdims=1)
+    # A user who has seen everything has no finite logit: −inf − −inf would be NaN.
+    highest = op.Where(op.IsInf(highest), 0.0, highest)
+    shifted = scaled - highest
     weight = op.Exp(shifted)
     total = op.ReduceSum(weight, [-1], keepdims=1)
     log_total = op.Log(total)
     finite_shift = op.Where(weight > 0.0, shifted, 0.0)
-    entropy = op.Squeeze(log_total - op.ReduceSum(weight * finite_shift, [-1], keepdims=1) / total, [1])
-    log_partition = op.Squeeze(log_total + op.ReduceMax(scaled, [-1], keepdims=1), [1])
+    mean_shift = op.ReduceSum(weight * finite_shift, [-1], keepdims=1) / total
+    entropy = op.Squeeze(op.Where(total > 0.0, log_total - mean_shift, 0.0), [1])
+    log_partition = op.Squeeze(log_total + highest, [1])
 
     listable = op.ScatterElements(all_logit, blocked, op.Expand(never, op.Shape(blocked)), axis=1)
     logit, numbers = op.TopK(listable, k, axis=-1)
@@ -157,7 +166,9 @@ class EmittedSteps:
         """See `filtering.predict`; an exported graph has no dropout."""
         *parameters, ln_eps = dynamics
         shape = posterior.mean.shape
-        return Gaussian(*_emit("DynamicsPredict", (*posterior, *parameters), (shape, shape), {"ln_eps": ln_eps}))
+        return Gaussian(
+            *_emit("DynamicsPredict", (*posterior, *parameters), (shape, shape), {"ln_eps": ln_eps})
+        )
 
 
 def emit_gaussian_top_k(inputs: tuple[Tensor, ...], num_listed: int) -> tuple[Tensor, ...]:
@@ -181,7 +192,7 @@ def attach_bodies(model: onnx.ModelProto) -> tuple[str, ...]:
 def _emit(
     name: str,
     inputs: tuple[Tensor, ...],
-    shapes: tuple[tuple, ...],
+    shapes: tuple[tuple[int, ...], ...],
     attributes: dict[str, float] | None = None,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> tuple[Tensor, ...]:

@@ -1,0 +1,142 @@
+"""From a history to the encoder's row, and from the ranker's answer to a list. Pure functions.
+
+Shapes: K kept events, T positions, M list entries, S seen items, X blocked items.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from model.bundle import Bundle, Items, confidence_features
+from model.config import BOS, FIRST_ITEM, UNK, UNKNOWN_BASE, window_start
+from service.engine import EncoderRow, Numbers, Ranking
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """What is known of a subject, in numbers of the served catalogue."""
+
+    count: int
+    """Events with positive weight, the ones no longer kept included."""
+    items: Numbers
+    """(K,) the last ones, oldest first; UNK for items that the catalogue does not know."""
+    weights: npt.NDArray[np.float32]
+    """(K,) > 0."""
+    seen: Numbers
+    """(S,) sorted catalogue numbers of items ever had."""
+
+
+NO_HISTORY = History(0, np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filters:
+    """What may not be in a list."""
+
+    seen: Numbers
+    """(S,) what the normaliser leaves out; empty when the event is any next item."""
+    blocked: Numbers
+    """(X,) what is kept out of the list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One place of a list, best first."""
+
+    number: int
+    score: float
+    std: float
+    confidence: float
+    reliability: float | None
+
+
+def translated(numbers: Numbers, num_items: int, ids: Mapping[int, str], items: Items) -> Numbers:
+    """Stored item numbers as this catalogue's: UNK where it does not know the item.
+
+    Args:
+        numbers: from the store; from UNKNOWN_BASE on they stand for ids that no catalogue knew.
+        num_items: N.
+        ids: the ids behind those, as far as known; a catalogue that learned an id since counts its events.
+        items: the served catalogue.
+    """
+    known = (numbers >= FIRST_ITEM) & (numbers < FIRST_ITEM + num_items)
+    result = np.where(known, numbers, UNK)
+    for place in np.flatnonzero(numbers >= UNKNOWN_BASE):
+        item_id = ids.get(int(numbers[place]))
+        number = items.number(item_id) if item_id is not None else None
+        result[place] = UNK if number is None else number
+    return result
+
+
+def encoder_row(history: History, max_len: int) -> EncoderRow:
+    """BOS and the events of the window that the total count asks for (math.md, "The sequence")."""
+    num_forgotten = history.count - len(history.items)
+    start = max(0, window_start(history.count, max_len) - num_forgotten)
+    return EncoderRow(
+        items=np.concatenate([[BOS], history.items[start:]]).astype(np.int64),
+        weights=np.concatenate([[1.0], history.weights[start:]]).astype(np.float32),
+    )
+
+
+def filters(
+    history: History, bundle: Bundle, exclude_seen: bool, exclude: Iterable[int], allow: Iterable[int] | None
+) -> Filters:
+    """What the normaliser leaves out, and what the list leaves out.
+
+    Args:
+        history: for its seen items.
+        bundle: its event says whether a seen item can be the next event at all.
+        exclude_seen: keep seen items out of the list.
+        exclude: catalogue numbers to keep out.
+        allow: the only catalogue numbers that may be in; None: all.
+    """
+    blocked = np.fromiter(exclude, np.int64)
+    if exclude_seen:
+        blocked = np.union1d(blocked, history.seen)
+    if allow is not None:
+        catalogue = np.arange(FIRST_ITEM, FIRST_ITEM + bundle.manifest.num_items)
+        blocked = np.union1d(blocked, np.setdiff1d(catalogue, np.fromiter(allow, np.int64)))
+    is_new_only = bundle.calibration.event == "next_new_item"
+    return Filters(seen=history.seen if is_new_only else NO_HISTORY.seen, blocked=blocked)
+
+
+def entries(
+    ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int, min_confidence: float
+) -> list[Entry]:
+    """The ranking with its calibrated confidences (math.md, "Scoring and its uncertainty").
+
+    Args:
+        ranking: of the engine.
+        bundle: its calibration and training counts.
+        seen: what the normaliser left out; such an item is not the event, so its confidence is 0.
+        num_events: events of the subject.
+        min_confidence: entries below it are left out.
+    """
+    features = confidence_features(
+        log_probability=ranking.log_probability[None],
+        score_variance=ranking.score_variance[None],
+        training_count=bundle.items.training_counts[ranking.items - FIRST_ITEM][None],
+        entropy=np.array([ranking.entropy]),
+        mean_precision=np.array([ranking.mean_precision]),
+        num_events=np.array([num_events]),
+    )
+    confidence = np.where(np.isin(ranking.items, seen), 0.0, bundle.calibration.confidence(features)[0])
+    std = np.sqrt(ranking.score_variance)
+    return [
+        Entry(
+            number=int(ranking.items[place]),
+            score=float(ranking.score_mean[place]),
+            std=float(std[place]),
+            confidence=float(confidence[place]),
+            reliability=None if np.isnan(ranking.reliability[place]) else float(ranking.reliability[place]),
+        )
+        for place in range(len(ranking.items))
+        if confidence[place] >= min_confidence
+    ]
+
+
+def list_confidence(listed: Iterable[Entry]) -> float:
+    """Probability that the next event is in the list; the events "it is item i" exclude each other."""
+    return min(1.0, sum(entry.confidence for entry in listed))

@@ -1,0 +1,324 @@
+"""What a state store promises: its verbs, its values and its errors (service.md, "State in Redis").
+
+A store keeps, per user or anonymous session, the last `max_len` events, the set of items ever seen, the
+identities of recent events and the encoded states of models, and it hands every event to retraining through
+an outbox. It promises: every call is atomic per subject, events with an identity are stored once, and no
+value of another subject is ever returned.
+
+    StateError              base
+    ├── StateUnavailable    the world: time-out, connection, server error. A write may have happened
+    ├── OutboxFull          the world: retraining does not keep up. Nothing was written
+    ├── UnknownItemsFull    the world: too many ids outside the catalogue. Nothing was written
+    └── CatalogMismatch     the operator: the record is of another catalogue lineage. Nothing was written
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from model.config import FIRST_ITEM, UNKNOWN_BASE
+
+MAX_EVENTS_PER_CALL = 1000
+"""Bound on one `append`: a script holds the server for its whole run."""
+MAX_TIMESTAMP_MS = 2**47
+MAX_ITEM_NUMBER = 2**32
+MAX_WEIGHT = 2.0**127
+"""Below the largest bfloat16, so that rounding never gives infinity."""
+
+Clock = Callable[[], int]
+"""Milliseconds since 1970."""
+
+
+def wall_clock_ms() -> int:
+    """Milliseconds since 1970, from this machine's clock."""
+    return time.time_ns() // 1_000_000
+
+
+class StateError(Exception):
+    """Base of what a store raises about the world; mistakes of the caller are ValueError."""
+
+
+class StateUnavailable(StateError):
+    """The store did not answer in time, or not with an answer. A write may or may not have happened."""
+
+
+class OutboxFull(StateError):
+    """The outbox of this subject's bucket is at its limit; nothing of the call was written."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"an outbox stream holds its limit of {limit} entries: let retraining read and acknowledge them, "
+            "or raise outbox_limit"
+        )
+
+
+class UnknownItemsFull(StateError):
+    """No number is left for another id outside the catalogue; nothing of the call was written."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the limit of {limit} item ids outside the catalogue is reached: see where they come from, "
+            "or raise unknown_limit"
+        )
+
+
+class CatalogMismatch(StateError):
+    """The subject's record holds item numbers of another catalogue lineage; nothing was read or written."""
+
+    def __init__(self, lineage: str) -> None:
+        super().__init__(
+            f"a user record was written under another catalogue lineage than {lineage!r}: serve a bundle of "
+            "its lineage, or translate the records by item id first"
+        )
+
+
+class Subject(NamedTuple):
+    """Whose state: a user or an anonymous session; the two never share a key, whatever their ids."""
+
+    kind: Literal["user", "session"]
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One validated event, ready to be stored.
+
+    Raises:
+        ValueError: a field is outside the range that the layout can hold.
+    """
+
+    item_number: int
+    """FIRST_ITEM … 2³²-1; from UNKNOWN_BASE on, an id outside the catalogue."""
+    item_id: str
+    """External id; goes to the outbox only."""
+    timestamp_ms: int
+    """0 … 2⁴⁷-1, since 1970."""
+    weight: float
+    """≥ 0; 0 puts the item into the seen set and keeps it out of the history."""
+    identity: bytes | None
+    """8-byte hash for de-duplication; None: cannot be de-duplicated."""
+    undated: bool
+    """The request carried no timestamp; `timestamp_ms` is then this server's clock."""
+    type: str | None = None
+    recommendation_id: str | None = None
+    event_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if not FIRST_ITEM <= self.item_number < MAX_ITEM_NUMBER:
+            raise ValueError(f"item_number is {self.item_number}; accepted: {FIRST_ITEM} … 2**32 - 1")
+        if not 0 <= self.timestamp_ms < MAX_TIMESTAMP_MS:
+            raise ValueError(f"timestamp_ms is {self.timestamp_ms}; accepted: 0 … 2**47 - 1")
+        if not (math.isfinite(self.weight) and 0.0 <= self.weight <= MAX_WEIGHT):
+            raise ValueError(f"weight is {self.weight}; accepted: 0 … 2**127, finite")
+        if self.identity is not None and len(self.identity) != 8:
+            raise ValueError(f"identity has {len(self.identity)} bytes; accepted: None or exactly 8 bytes")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UserRecord:
+    """What is known of one subject. K = min(count, max_len) events, in (timestamp, arrival) order."""
+
+    count: int
+    """Events with positive weight, the ones no longer kept included."""
+    epoch: int
+    """Rises whenever the history changed other than by an append at its end."""
+    lineage: str
+    items: npt.NDArray[np.int64]
+    """(K,) item numbers."""
+    timestamps_ms: npt.NDArray[np.int64]
+    """(K,)"""
+    weights: npt.NDArray[np.float32]
+    """(K,) positive, rounded to bfloat16."""
+    seen: npt.NDArray[np.int64]
+    """Sorted item numbers ever seen, at most `seen_limit`; beyond that the oldest half is forgotten."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedState:
+    """A model's filtered state after the first `count` events of one epoch.
+
+    Raises:
+        ValueError: mean and precision are not two vectors of one length.
+    """
+
+    count: int
+    epoch: int
+    mean: npt.NDArray[np.float32]
+    """(D,)"""
+    precision: npt.NDArray[np.float32]
+    """(D,) inverse variance."""
+
+    def __post_init__(self) -> None:
+        if self.mean.ndim != 1 or self.mean.shape != self.precision.shape:
+            raise ValueError(
+                f"mean has shape {self.mean.shape}, precision {self.precision.shape}; accepted: (D,) twice"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One read. `state` was checked: its epoch is the record's and its count does not exceed the record's."""
+
+    record: UserRecord | None
+    state: EncodedState | None
+
+
+class AppendStatus(StrEnum):
+    """What became of one event of an `append`."""
+
+    accepted = "accepted"
+    duplicate = "duplicate"
+    """Its identity is among the subject's recent ones, or earlier in the same call."""
+    erased = "erased"
+    """Refused: dated at or before the user's erasure, or undated soon after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """Bounds and life times, shared by every implementation.
+
+    Raises:
+        ValueError: a limit that cannot be kept.
+    """
+
+    max_len: int
+    """Kept events per subject: the model's window length."""
+    user_ttl_s: int = 90 * 86_400
+    """From the last stored event; reading does not extend it."""
+    session_ttl_s: int = 30 * 60
+    """Likewise, for anonymous sessions."""
+    state_ttl_s: int = 6 * 3_600
+    """Of an encoded state; never above the subject's own."""
+    identity_ttl_s: int = 86_400
+    """Of a subject's event identities, from the last stored event; never above the subject's own."""
+    tombstone_ttl_s: int = 90 * 86_400
+    """How long an erasure refuses older events; at least 30 d and at least `user_ttl_s`."""
+    undated_refusal_s: int = 600
+    """How long an erasure refuses undated events."""
+    seen_limit: int = 4096
+    """Item numbers in the seen set; even, because it forgets by halves."""
+    identity_limit: int = 1024
+    """Event identities per subject."""
+    outbox_limit: int = 10_000
+    """Entries in each of the 256 outbox streams; at the limit writes are refused."""
+    unknown_limit: int = 100_000
+    """Ids outside the catalogue that get a number."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.seen_limit % 2 or self.seen_limit > 4096:
+            raise ValueError(f"seen_limit is {self.seen_limit}; it must be even and at most 4096")
+        if self.tombstone_ttl_s < max(30 * 86_400, self.user_ttl_s):
+            raise ValueError(
+                f"tombstone_ttl_s is {self.tombstone_ttl_s}; it must be at least 30 d "
+                f"and at least user_ttl_s ({self.user_ttl_s})"
+            )
+        if self.unknown_limit > MAX_ITEM_NUMBER - UNKNOWN_BASE:
+            raise ValueError(f"unknown_limit is {self.unknown_limit}; numbers end at 2**32, so at most 2**31")
+
+    def ttl_s(self, subject: Subject) -> int:
+        """Life time of a subject's record and seen set."""
+        return self.user_ttl_s if subject.kind == "user" else self.session_ttl_s
+
+    def ttl_of_state_s(self, subject: Subject) -> int:
+        """Life time of a subject's encoded states."""
+        return min(self.state_ttl_s, self.ttl_s(subject))
+
+    def ttl_of_identities_s(self, subject: Subject) -> int:
+        """Life time of a subject's event identities."""
+        return min(self.identity_ttl_s, self.ttl_s(subject))
+
+
+def check_batch(events: Sequence[Event]) -> None:
+    """Bound one `append`.
+
+    Raises:
+        ValueError: more than MAX_EVENTS_PER_CALL events.
+    """
+    if len(events) > MAX_EVENTS_PER_CALL:
+        raise ValueError(f"{len(events)} events in one call; accepted: at most {MAX_EVENTS_PER_CALL}")
+
+
+class Store(Protocol):
+    """The verbs. Every method may raise StateUnavailable; further errors are named per method."""
+
+    async def load(self, subject: Subject, model_version: str) -> Loaded:
+        """One subject's record and the model's cached state, in one round trip.
+
+        Raises:
+            CatalogMismatch: the record was written under another catalogue lineage.
+        """
+        ...
+
+    async def append(self, subject: Subject, events: Sequence[Event]) -> list[AppendStatus]:
+        """Store the events in this order, all that are acceptable or none; a status for each.
+
+        An event later than, or as late as, the last kept one is an append. An earlier one is inserted where
+        its timestamp belongs, after equals, and raises the epoch once per call, also when it falls before
+        the kept events and is only counted.
+
+        Raises:
+            OutboxFull: the accepted events do not fit into the outbox.
+            CatalogMismatch: the record was written under another catalogue lineage.
+            ValueError: more than MAX_EVENTS_PER_CALL events.
+        """
+        ...
+
+    async def save_state(self, subject: Subject, model_version: str, state: EncodedState) -> bool:
+        """Cache a model's state; False, and nothing written, when the record has moved on or is gone.
+
+        The version is registered on the way, if that was not done.
+
+        Raises:
+            ValueError: `model_version` is malformed; see `register_model`.
+        """
+        ...
+
+    async def erase(self, user_id: str) -> bool:
+        """Remove every trace of a user; True when there was one here. Harmless to repeat.
+
+        A tombstone stays, and an `erase` entry goes to the outbox, also for a user of whom nothing is held:
+        the record may have expired while the training log still has the events, and events on their way
+        here may be older than the request. A repetition that finds nothing adds no second entry.
+        """
+        ...
+
+    async def numbers_for_unknown(self, item_ids: Sequence[str]) -> dict[str, int]:
+        """A lasting number ≥ UNKNOWN_BASE for each id outside the catalogue; equal ids, equal numbers.
+
+        Raises:
+            UnknownItemsFull: `unknown_limit` ids have numbers and one of these has none.
+        """
+        ...
+
+    async def ids_for_unknown(self, numbers: Sequence[int]) -> dict[int, str]:
+        """The ids behind such numbers; a number never handed out is left out of the answer."""
+        ...
+
+    async def register_model(self, model_version: str) -> None:
+        """Announce a model version, so that `erase` finds its states.
+
+        Raises:
+            ValueError: not 1–128 letters, digits, dots, hyphens and underscores.
+        """
+        ...
+
+    async def outbox_fill(self) -> float:
+        """Fill of the fullest outbox stream: 0 is empty, at 1 writes to it are refused."""
+        ...
+
+    async def ping(self) -> None:
+        """Return when the store answers."""
+        ...
+
+    async def close(self) -> None:
+        """Let commands in flight end, then release the connections."""
+        ...

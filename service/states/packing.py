@@ -1,0 +1,142 @@
+"""Binary layouts of the values in Redis, little-endian; the Lua in `scripts.py` reads and writes the same.
+
+    user record     schema u8 | subject hash 8 | lineage hash 8 | count u32 | epoch u32 | K entries
+    entry           12 bytes: item number u32 | timestamp in ms u48 | weight bfloat16
+    seen set        schema u8 | subject hash 8 | old count u16 | young count u16 | old bytes u16 | old | young
+    encoded state   schema u8 | subject hash 8 | count u32 | epoch u32 | mean f32 × D | precision f32 × D
+    tombstone       schema u8 | subject hash 8 | erased at, in ms u48 | next epoch u32
+
+`old` and `young` are ascending item numbers, each as its difference from the one before, in LEB128 varints
+(the first from 0). The subject hash is checked on every read: bytes under the wrong key are never used.
+"""
+
+import struct
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from service.states.interface import EncodedState, Event, StateUnavailable, Subject, UserRecord
+
+SCHEMA = 1
+
+_RECORD_HEADER = struct.Struct("<B8s8sII")
+_SEEN_HEADER = struct.Struct("<B8sHHH")
+_STATE_HEADER = struct.Struct("<B8sII")
+_ENTRY = struct.Struct("<IIHH")
+_ENTRY_DTYPE = np.dtype([("item", "<u4"), ("ms_low", "<u4"), ("ms_high", "<u2"), ("weight", "<u2")])
+
+
+def subject_hash(subject: Subject) -> bytes:
+    """8 bytes that tell whose a value is; a user and a session of one id differ."""
+    return blake2b(f"{subject.kind}\0{subject.id}".encode(), digest_size=8).digest()
+
+
+def lineage_hash(lineage: str) -> bytes:
+    """8 bytes that tell under which catalogue lineage the item numbers of a record were given."""
+    return blake2b(lineage.encode(), digest_size=8).digest()
+
+
+def bfloat16_bits(weight: float) -> int:
+    """The 16 bits of the nearest bfloat16, ties to even: 8 significant bits, relative error ≤ 2⁻⁹.
+
+    A positive weight stays positive: what would round to 0 becomes the smallest subnormal.
+    """
+    bits = int(np.float32(weight).view(np.uint32))
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return max(rounded, 1) if weight > 0 else 0
+
+
+def bfloat16_values(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """float32 values of bfloat16 bits; exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def stored_weight(weight: float) -> float:
+    """The weight that comes back from the store for one that goes in."""
+    return float(bfloat16_values(np.array([bfloat16_bits(weight)], dtype=np.uint16))[0])
+
+
+def pack_entry(event: Event) -> bytes:
+    """The 12 bytes of one event in a record."""
+    return _ENTRY.pack(
+        event.item_number,
+        event.timestamp_ms & 0xFFFFFFFF,
+        event.timestamp_ms >> 32,
+        bfloat16_bits(event.weight),
+    )
+
+
+def is_record_of(value: bytes | None, owner: bytes) -> bool:
+    """Whether `value` is a user record and belongs to the subject whose hash is `owner`.
+
+    Raises:
+        StateUnavailable: it has a layout that this version cannot read.
+    """
+    if value is None:
+        return False
+    if value[:1] != bytes([SCHEMA]):
+        raise StateUnavailable(unreadable_layout(value[0] if value else 0))
+    return len(value) >= _RECORD_HEADER.size and value[1:9] == owner
+
+
+def unreadable_layout(schema: int) -> str:
+    """The message for a value of another layout."""
+    return (
+        f"a stored user record has layout {schema}, this service reads layout {SCHEMA}: "
+        "run the service version that wrote it, or erase the user"
+    )
+
+
+def lineage_of_record(value: bytes) -> bytes:
+    """The 8-byte lineage hash in a user record."""
+    return value[9:17]
+
+
+def unpack_record(value: bytes, seen: npt.NDArray[np.int64], lineage: str) -> UserRecord:
+    """A user record whose owner and lineage were checked."""
+    _, _, _, count, epoch = _RECORD_HEADER.unpack_from(value)
+    entries = np.frombuffer(value, dtype=_ENTRY_DTYPE, offset=_RECORD_HEADER.size)
+    return UserRecord(
+        count=count,
+        epoch=epoch,
+        lineage=lineage,
+        items=entries["item"].astype(np.int64),
+        timestamps_ms=entries["ms_low"].astype(np.int64) | (entries["ms_high"].astype(np.int64) << 32),
+        weights=bfloat16_values(entries["weight"]),
+        seen=seen,
+    )
+
+
+def unpack_seen(value: bytes | None, owner: bytes) -> npt.NDArray[np.int64]:
+    """Sorted item numbers of a seen set; empty when there is none or it is not the owner's."""
+    if value is None or len(value) < _SEEN_HEADER.size or value[0] != SCHEMA or value[1:9] != owner:
+        return np.empty(0, dtype=np.int64)
+    _, _, _, _, old_bytes = _SEEN_HEADER.unpack_from(value)
+    varints = np.frombuffer(value, dtype=np.uint8, offset=_SEEN_HEADER.size)
+    old, young = np.cumsum(_varints(varints[:old_bytes])), np.cumsum(_varints(varints[old_bytes:]))
+    return np.sort(np.concatenate([old, young]))
+
+
+def _varints(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """LEB128: seven bits a byte, the lowest first; the top bit says that more follow."""
+    last = np.flatnonzero(data < 0x80)
+    first = np.concatenate([[0], last[:-1] + 1]) if last.size else np.empty(0, dtype=np.int64)
+    place = np.arange(data.size) - np.repeat(first, last - first + 1)
+    septets = (data & 0x7F).astype(np.int64) << (7 * place)
+    return np.add.reduceat(septets, first) if last.size else np.empty(0, dtype=np.int64)
+
+
+def pack_state(state: EncodedState, owner: bytes) -> bytes:
+    """An encoded state, for the subject whose hash is `owner`."""
+    vectors = np.concatenate([state.mean, state.precision]).astype("<f4")
+    return _STATE_HEADER.pack(SCHEMA, owner, state.count, state.epoch) + vectors.tobytes()
+
+
+def unpack_state(value: bytes | None, owner: bytes) -> EncodedState | None:
+    """An encoded state; None when there is none, it is not the owner's or of another layout."""
+    if value is None or len(value) < _STATE_HEADER.size or value[0] != SCHEMA or value[1:9] != owner:
+        return None
+    _, _, count, epoch = _STATE_HEADER.unpack_from(value)
+    mean, precision = np.frombuffer(value, "<f4", offset=_STATE_HEADER.size).reshape(2, -1).astype(np.float32)
+    return EncodedState(count=count, epoch=epoch, mean=mean, precision=precision)

@@ -1,0 +1,301 @@
+"""The store in Redis ≥ 7.0 or Valkey, on a single node or a cluster.
+
+Deadlines are socket time-outs. A command that was sent is never cancelled: it runs in a task of its own,
+which the caller's cancellation does not reach, so that a connection goes back to its pool only after its
+reply was read, and no reply reaches another caller. There are no retries: the caller decides.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from model.config import UNKNOWN_BASE
+from service.states import scripts
+from service.states.interface import (
+    AppendStatus,
+    CatalogMismatch,
+    Clock,
+    EncodedState,
+    Event,
+    Loaded,
+    OutboxFull,
+    StateUnavailable,
+    StoreLimits,
+    Subject,
+    UnknownItemsFull,
+    check_batch,
+    wall_clock_ms,
+)
+from service.states.packing import (
+    is_record_of,
+    lineage_hash,
+    lineage_of_record,
+    pack_entry,
+    pack_state,
+    subject_hash,
+    unpack_record,
+    unpack_seen,
+    unpack_state,
+    unreadable_layout,
+)
+
+T = TypeVar("T")
+
+MAX_CONNECTIONS = 64
+ERASE_PAGE = 500
+"""Outbox entries that one script looks through during an erasure."""
+REGISTRATION_MS = 60_000
+"""A model version in use is registered again this often, in case the server lost its data."""
+
+_FAILURES = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError)
+_STATUSES = {"0": AppendStatus.accepted, "1": AppendStatus.duplicate, "2": AppendStatus.erased}
+
+
+class RedisStore:
+    """`Store` over one Redis or Valkey.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`; on a cluster, any of its nodes.
+        lineage: of the catalogue whose item numbers are stored.
+        limits: bounds and life times.
+        timeout_ms: for each of: a free connection, connecting, writing, reading.
+        cluster: the server is a Redis Cluster; scripts then go to the node that has the slot.
+        clock: milliseconds since 1970, for erasures and new epochs; keys expire by the server's clock.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        lineage: str,
+        limits: StoreLimits,
+        timeout_ms: int = 50,
+        cluster: bool = False,
+        clock: Clock = wall_clock_ms,
+    ) -> None:
+        self._lineage = lineage
+        self._limits = limits
+        self._clock = clock
+        self._client = _connect(url, timeout_ms / 1000, cluster)
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._registered_ms: dict[str, int] = {}
+
+    async def load(self, subject: Subject, model_version: str) -> Loaded:
+        """As in `Store`."""
+        keys = scripts.SubjectKeys.of(subject)
+        owner = subject_hash(subject)
+        value, seen, state_value = await self._send(
+            self._client.execute_command("MGET", keys.record, keys.seen, keys.state(model_version))
+        )
+        if not is_record_of(value, owner):
+            return Loaded(record=None, state=None)
+        if lineage_of_record(value) != lineage_hash(self._lineage):
+            raise CatalogMismatch(self._lineage)
+        record = unpack_record(value, unpack_seen(seen, owner), self._lineage)
+        state = unpack_state(state_value, owner)
+        is_valid = state is not None and state.epoch == record.epoch and state.count <= record.count
+        return Loaded(record=record, state=state if is_valid else None)
+
+    async def append(self, subject: Subject, events: Sequence[Event]) -> list[AppendStatus]:
+        """As in `Store`."""
+        check_batch(events)
+        if not events:
+            return []
+        keys = scripts.SubjectKeys.of(subject)
+        limits = self._limits
+        arguments: list[Any] = [
+            self._clock(),
+            subject_hash(subject),
+            lineage_hash(self._lineage),
+            limits.ttl_s(subject),
+            limits.ttl_of_identities_s(subject),
+            limits.max_len,
+            limits.outbox_limit,
+            limits.seen_limit // 2,
+            limits.identity_limit,
+            limits.undated_refusal_s * 1000,
+            f"{subject.kind}_id",
+            subject.id,
+        ]
+        for event in events:
+            arguments += [
+                pack_entry(event),
+                int(event.undated),
+                event.identity or b"",
+                event.item_id,
+                event.type or "",
+                repr(event.weight),
+                event.event_id or "",
+                event.recommendation_id or "",
+            ]
+        outcome, *details = await self._send(
+            self._run(
+                scripts.APPEND,
+                [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox],
+                arguments,
+            )
+        )
+        if outcome == b"outbox_full":
+            raise OutboxFull(limits.outbox_limit)
+        if outcome == b"lineage":
+            raise CatalogMismatch(self._lineage)
+        if outcome == b"layout":
+            raise StateUnavailable(unreadable_layout(details[0]))
+        return [_STATUSES[digit] for digit in details[0].decode()]
+
+    async def save_state(self, subject: Subject, model_version: str, state: EncodedState) -> bool:
+        """As in `Store`."""
+        if self._clock() - self._registered_ms.get(model_version, 0) >= REGISTRATION_MS:
+            await self.register_model(model_version)
+        keys = scripts.SubjectKeys.of(subject)
+        owner = subject_hash(subject)
+        ttl_s = self._limits.ttl_of_state_s(subject)
+        written = await self._send(
+            self._run(
+                scripts.SAVE_STATE,
+                [keys.record, keys.state(model_version)],
+                [owner, state.count, state.epoch, pack_state(state, owner), ttl_s],
+            )
+        )
+        return bool(written)
+
+    async def erase(self, user_id: str) -> bool:
+        """As in `Store`. Interrupted anywhere, a repetition completes it."""
+        return await self._send(self._erase(user_id))
+
+    async def _erase(self, user_id: str) -> bool:
+        subject = Subject("user", user_id)
+        keys = scripts.SubjectKeys.of(subject)
+        # First the record: without it no state can be saved any more, so those found after it are all.
+        num_removed: int
+        num_removed, last_id = await self._run(
+            scripts.ERASE,
+            [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox],
+            [self._clock(), subject_hash(subject), self._limits.tombstone_ttl_s, user_id],
+        )
+        model_versions = await self._client.execute_command("ZRANGE", scripts.MODELS_KEY, 0, -1)
+        slates = await self._client.execute_command("LRANGE", keys.recommendations, 0, -1)
+        bucket = scripts.bucket(user_id)
+        num_removed += await self._client.execute_command(
+            "UNLINK",
+            keys.recommendations,
+            *(scripts.recommendation_key(bucket, slate.decode()) for slate in slates),
+            *(keys.state(version.decode()) for version in model_versions),
+        )
+        if last_id:
+            num_removed += await self._erase_outbox(keys.outbox, user_id, last_id)
+        return num_removed > 0
+
+    async def _erase_outbox(self, outbox: str, user_id: str, last_id: bytes) -> int:
+        """Remove the user's events up to `last_id`, in pages, so that no script holds the server long."""
+        num_removed = 0
+        start = b"-"
+        while True:
+            removed, reached = await self._run(
+                scripts.ERASE_OUTBOX_PAGE, [outbox], [user_id, start, last_id, ERASE_PAGE]
+            )
+            num_removed += int(removed)
+            if not reached:
+                return num_removed
+            start = b"(" + reached
+
+    async def numbers_for_unknown(self, item_ids: Sequence[str]) -> dict[str, int]:
+        """As in `Store`."""
+        distinct = list(dict.fromkeys(item_ids))
+        if not distinct:
+            return {}
+        limit = self._limits.unknown_limit
+        numbers = await self._send(
+            self._run(scripts.NUMBER_UNKNOWN, [scripts.UNKNOWN_KEY], [UNKNOWN_BASE, limit, *distinct])
+        )
+        if numbers == b"full":
+            raise UnknownItemsFull(limit)
+        return dict(zip(distinct, numbers, strict=True))
+
+    async def ids_for_unknown(self, numbers: Sequence[int]) -> dict[int, str]:
+        """As in `Store`."""
+        if not numbers:
+            return {}
+        fields = [f"n{number}" for number in numbers]
+        item_ids = await self._send(self._client.execute_command("HMGET", scripts.UNKNOWN_KEY, *fields))
+        return {
+            number: item_id.decode()
+            for number, item_id in zip(numbers, item_ids, strict=True)
+            if item_id is not None
+        }
+
+    async def register_model(self, model_version: str) -> None:
+        """As in `Store`."""
+        scripts.check_model_version(model_version)
+        now_ms = self._clock()
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.execute_command("ZADD", scripts.MODELS_KEY, now_ms, model_version)
+        pipeline.execute_command("ZREMRANGEBYRANK", scripts.MODELS_KEY, 0, -scripts.MAX_MODELS - 1)
+        await self._send(pipeline.execute())
+        self._registered_ms[model_version] = now_ms
+
+    async def outbox_fill(self) -> float:
+        """As in `Store`."""
+        pipeline = self._client.pipeline(transaction=False)
+        for key in scripts.all_outbox_keys():
+            pipeline.execute_command("XLEN", key)
+        lengths: list[int] = await self._send(pipeline.execute())
+        return max(lengths) / self._limits.outbox_limit
+
+    async def ping(self) -> None:
+        """As in `Store`."""
+        await self._send(self._client.execute_command("PING"))
+
+    async def close(self) -> None:
+        """As in `Store`."""
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _run(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
+        """Run a script by its digest, or by its text on a server that does not have it yet."""
+        operands = (len(keys), *keys, *arguments)
+        try:
+            return await self._client.execute_command("EVALSHA", script.sha, *operands)
+        except redis.exceptions.NoScriptError:
+            return await self._client.execute_command("EVAL", script.source, *operands)
+
+    async def _send(self, commands: Coroutine[Any, Any, T]) -> T:
+        """Run commands to their end in a task of their own, even when the caller is cancelled.
+
+        Raises:
+            StateUnavailable: any failure of redis-py or of the connection.
+        """
+        task = asyncio.create_task(commands)
+        self._in_flight.add(task)
+        task.add_done_callback(self._landed)
+        try:
+            return await asyncio.shield(task)
+        except _FAILURES as error:
+            raise StateUnavailable(f"the state store did not answer: {type(error).__name__}") from error
+
+    def _landed(self, task: asyncio.Task[Any]) -> None:
+        self._in_flight.discard(task)
+        if not task.cancelled():
+            # Read it, or asyncio reports as lost the failure of a task whose caller was cancelled.
+            task.exception()
+
+
+def _connect(url: str, timeout_s: float, cluster: bool) -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
+    """A client, not connected yet. RESP2 without client information: connecting adds no round trip."""
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "max_connections": MAX_CONNECTIONS,
+        "protocol": 2,
+        "driver_info": None,
+    }
+    if cluster:
+        return redis.asyncio.RedisCluster.from_url(url, **options)
+    pool = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=timeout_s, **options)
+    return redis.asyncio.Redis.from_pool(pool)

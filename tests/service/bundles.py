@@ -1,0 +1,128 @@
+"""A tiny bundle, exported as training exports them: random weights, known confidences."""
+
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model import registry
+from model.bundle import (
+    FEATURES,
+    FILES,
+    Calibration,
+    CalibrationReport,
+    Event,
+    golden_arrays,
+    items_frame,
+    open_bundle,
+    write_bundle,
+)
+from model.config import ModelConfig
+from model.onnx.export import ExportedGraphs, export_graphs
+from model.registry import resolve
+from model.sasrec import SASRec
+
+MAX_LEN = 8
+NUM_ITEMS = 800
+CONFIG = ModelConfig(max_len=MAX_LEN, width=16, num_layers=1, num_heads=2, ffn_width=32, dropout=0.0)
+COUNTS = torch.arange(NUM_ITEMS, 0, -1)
+REPORT = CalibrationReport(
+    ece_at_10=0.004, ece_null_interval=(0.001, 0.006), mean_confidence=0.05, brier_skill_at_10=0.1, num_users=943
+)
+
+
+ITEM_IDS = [f"item-{index}" for index in range(NUM_ITEMS)]
+"""In the order of their numbers."""
+
+
+def identity_calibration(event: Event, variance_scale: float = 0.7) -> Calibration:
+    """A confidence map that says σ(logit p) = p: the confidence is the probability."""
+    size = len(FEATURES)
+    return Calibration(
+        event=event,
+        temperature=0.8,
+        variance_scale=variance_scale,
+        features=FEATURES,
+        mean=(0.0,) * size,
+        std=(1.0,) * size,
+        weights=(1.0,) + (0.0,) * (size - 1),
+        bias=0.0,
+        report=REPORT,
+    )
+
+
+def tiny_model() -> SASRec:
+    """The model that the tiny bundle was exported from."""
+    torch.manual_seed(0)
+    model = SASRec(CONFIG, COUNTS)
+    with torch.no_grad():
+        # Untrained embeddings are so small that every list would be the same.
+        model.item_embedding.weight.mul_(25)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A registry with the tiny bundle published."""
+    model = tiny_model()
+    exported: list[ExportedGraphs] = []
+
+    def fill(staging: Path) -> None:
+        calibration = identity_calibration("next_new_item", model.head.shrinkage().item())
+        exported.append(export_graphs(model, staging, calibration.temperature))
+        items_frame(ITEM_IDS, COUNTS.numpy(), [None] * NUM_ITEMS).write_parquet(staging / "items.parquet")
+        (staging / "calibration.json").write_text(calibration.model_dump_json())
+        np.savez(staging / "golden.npz", **golden_arrays(exported[0].golden))
+        manifest["custom_ops"] = exported[0].custom_ops
+
+    manifest: dict[str, Any] = {
+        "name": "tiny",
+        "lineage": "tiny-catalogue",
+        "created_at": datetime.now(UTC),
+        "model": CONFIG,
+        "num_items": NUM_ITEMS,
+        "event": "next_new_item",
+        "data": {},
+        "metrics": {},
+        "training": {},
+        "versions": {},
+    }
+    folder = tmp_path_factory.mktemp("registry")
+    registry.publish(folder, write_bundle(folder, manifest, fill).name)
+    return folder
+
+
+def variant(tiny: Path, folder: Path, change: Callable[[Path], None], **fields: Any) -> Path:
+    """A copy of the tiny bundle with changed files and true checksums.
+
+    Args:
+        tiny: the registry.
+        folder: receives the copy.
+        change: alters files in the folder it is given, before checksums are taken.
+        fields: replace fields of the manifest.
+    """
+    origin = open_bundle(resolve(tiny))
+
+    def fill(staging: Path) -> None:
+        for name in FILES:
+            shutil.copy(origin.folder / name, staging / name)
+        change(staging)
+
+    manifest = origin.manifest.model_dump(exclude={"format_version", "version", "files"})
+    return write_bundle(folder, {**manifest, **fields}, fill)
+
+
+def calibrated_for(event: Event) -> Callable[[Path], None]:
+    """A change for `variant`: confidences are of another event."""
+
+    def change(staging: Path) -> None:
+        path = staging / "calibration.json"
+        calibration = Calibration.model_validate_json(path.read_bytes())
+        path.write_text(calibration.model_copy(update={"event": event}).model_dump_json())
+
+    return change

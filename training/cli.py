@@ -1,0 +1,182 @@
+"""`bft-train`: train a model from an interaction log, judge it, fetch data, manage the registry."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from model import registry as registries
+from model.bundle import BundleError, open_bundle
+from training import datasets
+from training.config import ConfigError, RunConfig, load_config
+from training.events import DataConfig
+from training.progress import reporter
+from training.tables import DataError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
+registry_app = typer.Typer(
+    no_args_is_help=True, help="Published bundles: which one is current, and going back."
+)
+app.add_typer(data_app, name="data")
+app.add_typer(registry_app, name="registry")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry's folder.")]
+
+
+@app.command()
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="e.g. training.epochs=20 model.width=128"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML configuration file.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The interaction log; same as data.path=…")] = None,
+    titles: Annotated[Path | None, typer.Option(help="The items' titles; same as titles=…")] = None,
+    out: Annotated[Path, typer.Option(help="The run's folder; the bundle goes to OUT/registry.")] = Path(
+        "runs/latest"
+    ),
+    resume: Annotated[
+        bool, typer.Option(help="Go on from this configuration's checkpoint, if there is one.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model, calibrate it, judge it on test users, and publish the bundle.
+
+    Ends with the test figures. Nothing is published unless everything went well.
+    """
+    # torch takes seconds to import, and the other commands need none of it.
+    from training.pipeline import train as run
+
+    with _errors_as_messages():
+        named = [f"{key}={_as_yaml(path)}" for key, path in (("data.path", data), ("titles", titles)) if path]
+        run_config = load_config(config, [*named, *(overrides or [])])
+        with reporter() as progress:
+            trained = run(run_config, out, progress, sys.argv, resume)
+    figures = trained.record["test"]
+    _print({"bundle": str(trained.bundle), **figures} if as_json else _figures_text(figures), as_json)
+
+
+@app.command()
+def evaluate(
+    bundle: Annotated[Path, typer.Option(help="A bundle's folder or a registry.")],
+    data: Annotated[Path, typer.Option(help="The interaction log whose test users are ranked for.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="How to read the log, e.g. format=csv"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rank the whole catalogue for every test user of a log, by the bundle's own graphs in ONNX Runtime."""
+    from training.pipeline import evaluate_bundle
+
+    with _errors_as_messages():
+        opened = open_bundle(registries.resolve(bundle))
+        config = load_config(
+            None, [f"data.path={_as_yaml(data)}", *(f"data.{item}" for item in overrides or [])]
+        )
+        figures = evaluate_bundle(opened, _data_as_trained(config, opened.manifest.training, overrides or []))
+    _print(figures if as_json else _figures_text(figures), as_json)
+
+
+@data_app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(datasets.DATASETS)}")],
+    cache: Annotated[
+        Path | None, typer.Option(help="Where to keep it; default: the user's cache folder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a public data set, verify its checksum, and keep it; a second call takes no network."""
+    with _errors_as_messages(), reporter() as progress:
+        fetched = datasets.fetch(name, cache, lambda step: progress.stage(step.message))
+    paths = {"interactions": str(fetched.interactions), "items": str(fetched.items)}
+    _print(paths if as_json else "\n".join(paths.values()), as_json)
+
+
+@registry_app.command()
+def show(registry: RegistryOption, as_json: AsJson = False) -> None:
+    """Which bundle is current, which was before, and all that were published."""
+    with _errors_as_messages():
+        index = registries.read_index(registry)
+        if index is None:
+            raise BundleError(f"{registry}: nothing is published here yet; run `bft-train train --out …`")
+    _print_index(index, as_json)
+
+
+@registry_app.command()
+def rollback(registry: RegistryOption, as_json: AsJson = False) -> None:
+    """Make the previous bundle current again."""
+    with _errors_as_messages():
+        index = registries.roll_back(registry)
+    _print_index(index, as_json)
+
+
+def main() -> None:
+    """Entry point of `bft-train`."""
+    app()
+
+
+def _data_as_trained(config: RunConfig, training: dict[str, Any], overrides: list[str]) -> DataConfig:
+    """How to read the log: as the bundle's own was read, unless the command says otherwise."""
+    if overrides:
+        return config.data
+    as_trained = training["config"]["data"]
+    return DataConfig.model_validate({**as_trained, "path": config.data.path})
+
+
+def _as_yaml(path: Path) -> str:
+    """A path as YAML text: unquoted, `2024` would be a number and `log #1.csv` would lose its end."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
+@contextmanager
+def _errors_as_messages() -> Iterator[None]:
+    """What a user can mend is a message and exit status 2, never a traceback."""
+    try:
+        yield
+    except (BundleError, ConfigError, DataError) as error:
+        typer.echo(f"bft-train: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _print(result: Any, as_json: bool) -> None:
+    typer.echo(json.dumps(result) if as_json else result)
+
+
+def _print_index(index: registries.RegistryIndex, as_json: bool) -> None:
+    fields = index.model_dump(mode="json")
+    text = "\n".join(
+        f"{key:9} {', '.join(value) if isinstance(value, list) else value}" for key, value in fields.items()
+    )
+    _print(fields if as_json else text, as_json)
+
+
+def _figures_text(figures: dict[str, Any]) -> str:
+    """The figures as a person reads them: the model beside popularity, then the confidence."""
+    popularity, intervals = figures["popularity"], figures["intervals"]
+    lines = [
+        f"test, {figures['users']:,} users, full ranking     model    popularity    gain (95 % interval)"
+    ]
+    for name in ("hr@10", "ndcg@10"):
+        low, high = intervals[f"{name} minus popularity"]
+        gain = f"{figures[name] - popularity[name]:+.4f} ({low:+.4f} … {high:+.4f})"
+        lines.append(f"  {name.upper():32}  {figures[name]:.4f}        {popularity[name]:.4f}    {gain}")
+    null_low, null_high = figures["ece_null_interval"]
+    rows = {
+        "NLL of the next item": f"{figures['nll']:.3f} nats (uniform {figures['uniform_nll']:.3f})",
+        "stated confidence of the ten": f"{figures['mean_confidence']:.4f}",
+        "share of the ten that hit": f"{figures['hit_rate_per_item']:.4f}",
+        "ECE@10": f"{figures['ece@10']:.4f} (a perfect model: {null_low:.4f} … {null_high:.4f})",
+        "Brier skill@10": f"{figures['brier_skill@10']:+.4f}",
+    }
+    return "\n".join(lines + [f"  {name:32}  {text}" for name, text in rows.items()])
+
+
+if __name__ == "__main__":
+    main()

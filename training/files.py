@@ -1,0 +1,36 @@
+"""Files that are never half written."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `data` to `path` in one step: a reader sees the old file or the new one, nothing between.
+
+    A temporary file in the same folder is written, fsynced and renamed; missing folders are made.
+
+    Raises:
+        OSError: the folder cannot be made or written; `path` is then as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    # Without it a power cut may forget the rename although the file's bytes are on the disk.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,315 @@
+"""A whole training run: log → split → model → calibration → test figures → bundle → registry."""
+
+import ctypes
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+import torch
+
+from model import registry
+from model.bundle import (
+    Bundle,
+    Calibration,
+    CalibrationReport,
+    Event,
+    golden_arrays,
+    items_frame,
+    open_bundle,
+    write_bundle,
+)
+from model.config import FIRST_ITEM
+from model.onnx.export import export_graphs
+from model.sasrec import SASRec
+from training import calibration as calibrating
+from training import evaluate
+from training.catalog import Catalog, read_titles
+from training.config import RunConfig
+from training.events import DataConfig, EventLog, read_events
+from training.files import write_whole
+from training.loop import TrainState, fit
+from training.progress import Reporter
+from training.splits import MIN_EVENTS_LEAVE_ONE_OUT, Split, Targets, make_split, training_counts
+from training.tables import DataError
+
+REPEAT_SHARE = 0.01
+"""`event: auto` means `next_item` when more than this share of the validation targets were had before."""
+LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A finished run: its bundle in the registry, its record, and the test figures."""
+
+    bundle: Path
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A log made ready to learn from."""
+
+    log: EventLog
+    catalog: Catalog
+    split: Split
+    event: Event
+
+
+def train(
+    config: RunConfig, out: Path, report: Reporter, command: Sequence[str], resume: bool = False
+) -> TrainedModel:
+    """Train by `config` and publish the bundle in `out/registry`.
+
+    Args:
+        config: the run's configuration.
+        out: the run's folder: receives registry/, checkpoint-<configuration>.pt and record.json.
+        report: receives the progress.
+        command: the command line, for the record.
+        resume: go on from this configuration's checkpoint if there is one.
+
+    Raises:
+        DataError: the log cannot be read, or leaves nobody to train on, validate with or test on.
+        ConfigError: training diverged.
+        ExportError: torch and ONNX Runtime disagree. Nothing is published then.
+    """
+    _keep_freed_memory()
+    begun = time.monotonic()
+    report.stage(f"reading {config.data.path}")
+    prepared = prepare(config)
+    report.stage(_describe(prepared))
+
+    torch.manual_seed(config.training.seed)
+    model = SASRec(config.model, torch.from_numpy(prepared.catalog.training_counts))
+    checkpoint = out / f"checkpoint-{_fingerprint(config, prepared.log)}.pt"
+    if not resume:
+        checkpoint.unlink(missing_ok=True)
+    state = fit(model, prepared.split, prepared.event, config.training, checkpoint, report.step, report.epoch)
+
+    report.stage(f"best epoch {state.best_epoch}; fitting the calibration on validation")
+    calibration = calibrate(model, prepared)
+    report.stage("ranking the whole catalogue for every test user")
+    figures = test_figures(model, prepared, calibration)
+    calibration = calibration.model_copy(update={"report": _calibration_report(figures)})
+
+    report.stage("exporting to ONNX and comparing with torch")
+    record = _record(config, prepared, state, figures, command, time.monotonic() - begun)
+    bundle = publish(model, prepared, calibration, record, out / "registry")
+    write_whole(
+        out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode()
+    )
+    report.stage(f"published {config.name} {bundle.name}")
+    return TrainedModel(bundle, record)
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Read the log, build the catalogue, split.
+
+    Raises:
+        DataError: the log cannot be read, or a part of the split is empty.
+    """
+    log = read_events(config.data)
+    catalog = Catalog.from_log(log)
+    if config.titles is not None:
+        catalog = catalog.with_titles(read_titles(config.titles))
+    split = make_split(log, catalog, config.split)
+    _require(config.data.path, split, "training", np.count_nonzero(split.train.weights))
+    _require(config.data.path, split, "validation", len(split.validation))
+    _require(config.data.path, split, "test", len(split.test))
+    catalog = catalog.with_training_counts(training_counts(split.train, len(catalog)))
+    return Prepared(log, catalog, split, resolve_event(config.event, split.validation))
+
+
+def resolve_event(asked: Event | Literal["auto"], validation: Targets) -> Event:
+    """What a confidence is the probability of; `auto`: by how many validation targets were had before."""
+    if asked != "auto":
+        return asked
+    repeats = [
+        target - FIRST_ITEM in evaluate.seen_rows(validation.history, user)
+        for user, target in enumerate(validation.target)
+    ]
+    return "next_item" if np.mean(repeats) > REPEAT_SHARE else "next_new_item"
+
+
+def calibrate(model: SASRec, prepared: Prepared) -> Calibration:
+    """Temperature, then the confidence map, both on the validation users."""
+    validation, event = prepared.split.validation, prepared.event
+
+    def scored() -> Any:
+        return evaluate.score_users(model, validation.history, event)
+
+    temperature = calibrating.fit_temperature(scored(), validation)
+    predictions = evaluate.predict(scored(), validation, temperature, calibrating.FIT_LIST_LENGTH)
+    scale = model.head.shrinkage().item()
+    return calibrating.fit_confidence(
+        predictions, prepared.catalog.training_counts, temperature, scale, event
+    )
+
+
+def test_figures(model: SASRec, prepared: Prepared, calibration: Calibration) -> dict[str, Any]:
+    """The test users' figures, by torch."""
+    scored = evaluate.score_users(model, prepared.split.test.history, prepared.event)
+    return _figures(scored, prepared.split.test, calibration, prepared.catalog.training_counts)
+
+
+def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
+    """The same figures for a bundle, by its own graphs in ONNX Runtime, on the test users of a log.
+
+    Items of the log that the bundle does not know are read as UNK; they cannot be targets.
+
+    Raises:
+        DataError: the log cannot be read, or has no test user whose target the bundle knows.
+    """
+    catalog = Catalog(
+        item_ids=pl.Series(bundle.items.ids, dtype=pl.String),
+        lineage=bundle.manifest.lineage,
+        training_counts=bundle.items.training_counts,
+        titles=pl.Series(bundle.items.titles, dtype=pl.String),
+    )
+    split = make_split(read_events(data), catalog, bundle.manifest.data["split"])
+    _require(data.path, split, "test", len(split.test))
+    scored = evaluate.score_users_by_bundle(bundle, split.test.history)
+    return _figures(scored, split.test, bundle.calibration, catalog.training_counts)
+
+
+def publish(
+    model: SASRec, prepared: Prepared, calibration: Calibration, record: dict[str, Any], folder: Path
+) -> Path:
+    """Write the bundle into a registry and make it the current one; returns the bundle's folder."""
+    catalog = prepared.catalog
+    custom_ops: dict[str, tuple[str, ...]] = {}
+
+    def fill(staging: Path) -> None:
+        exported = export_graphs(model, staging, calibration.temperature)
+        custom_ops.update(exported.custom_ops)
+        frame = items_frame(catalog.item_ids.to_list(), catalog.training_counts, catalog.titles.to_list())
+        frame.write_parquet(staging / "items.parquet")
+        (staging / "calibration.json").write_text(calibration.model_dump_json(indent=2) + "\n")
+        golden: dict[str, Any] = dict(golden_arrays(exported.golden))
+        np.savez(staging / "golden.npz", **golden)
+
+    manifest = {
+        "name": record["config"]["name"],
+        "lineage": catalog.lineage,
+        "created_at": datetime.now(UTC),
+        "model": model.config,
+        "num_items": len(catalog),
+        "event": prepared.event,
+        "custom_ops": custom_ops,
+        "data": record["data"],
+        "metrics": record["test"],
+        "training": {key: record[key] for key in ("config", "command", "commit", "best_epoch", "seconds")},
+        "versions": record["versions"],
+    }
+    bundle = write_bundle(folder, manifest, fill)
+    registry.publish(folder, bundle.name)
+    return open_bundle(bundle).folder
+
+
+def _require(path: Path, split: Split, part: str, size: int) -> None:
+    if size == 0:
+        raise DataError(
+            f"{path}: the split {split.name} leaves nothing for {part}; leave_one_out needs users with"
+            f" {MIN_EVENTS_LEAVE_ONE_OUT} known items of weight > 0, users some hundred users"
+        )
+
+
+def _figures(scored: Any, targets: Targets, calibration: Calibration, counts: np.ndarray) -> dict[str, Any]:
+    predictions = evaluate.predict(scored, targets, calibration.temperature, evaluate.LIST_LENGTH)
+    popularity = evaluate.popularity_ranks(counts, targets, calibration.event)
+    return evaluate.report(predictions, calibration, popularity, counts)
+
+
+def _calibration_report(figures: dict[str, Any]) -> CalibrationReport:
+    return CalibrationReport(
+        ece_at_10=figures["ece@10"],
+        ece_null_interval=figures["ece_null_interval"],
+        mean_confidence=figures["mean_confidence"],
+        brier_skill_at_10=figures["brier_skill@10"],
+        num_users=figures["users"],
+    )
+
+
+def _record(
+    config: RunConfig,
+    prepared: Prepared,
+    state: TrainState,
+    figures: dict[str, Any],
+    command: Sequence[str],
+    seconds: float,
+) -> dict[str, Any]:
+    """Everything needed to trace the run's figures: configuration, data, curve, versions, commit."""
+    # Paths stay out: a record travels, a path of the machine that trained means nothing elsewhere.
+    document = config.model_dump(mode="json", exclude={"data": {"path", "rejects"}, "titles": True})
+    return {
+        "config": document,
+        "command": [Path(command[0]).name, *command[1:]],
+        "commit": _commit(),
+        "data": {"source": config.data.path.name, **prepared.log.summary(), **prepared.split.summary()},
+        "event": prepared.event,
+        "best_epoch": state.best_epoch,
+        "seconds": {"training": round(state.seconds, 1), "total": round(seconds, 1)},
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "versions": {"python": platform.python_version()}
+        | {library: importlib.metadata.version(library) for library in LIBRARIES},
+        "curve": state.curve,
+        "test": figures,
+    }
+
+
+def _describe(prepared: Prepared) -> str:
+    log, split = prepared.log, prepared.split
+    ties = log.tie_shares()
+    tied = (
+        "no timestamps"
+        if ties is None
+        else f"{ties[1]:.0%} of users have their last two events in the same instant"
+    )
+    return (
+        f"{log.rows_kept:,} events ({log.rows_rejected:,} rejected)"
+        f" of {log.events['user_id'].n_unique():,} users on {len(prepared.catalog):,} items;"
+        f" {tied}; split {split.name}, event {prepared.event}"
+    )
+
+
+def _fingerprint(config: RunConfig, log: EventLog) -> str:
+    text = config.model_dump_json(exclude={"data": {"path", "rejects"}, "titles": True}) + log.sha256
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _commit() -> str | None:
+    """The project's commit, marked when the tree is not clean; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed memory: otherwise every large tensor is mapped and its pages faulted in anew.
+
+    That is a third of the training time on a CPU. Other C libraries lack `mallopt` and are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_max = -1, -4
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)

@@ -1,0 +1,203 @@
+"""Splits of a log into training histories and targets to predict.
+
+Two of them. `leave_one_out`: each user's last event is the test target, the one before it the validation
+target. `users`: a tenth of the users is held out whole, chosen by a hash of the id that no library version
+changes, so a user stays on the same side when the log grows; nothing of theirs reaches training, item counts
+or popularity.
+
+Under both, the catalogue holds every item of the log: an item that training never sees keeps count 0. An
+event of weight 0 is never a target, but stays in the histories (here, not in the window), because it makes
+its item seen.
+
+U users · E events of all users
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import polars as pl
+
+from model.config import FIRST_ITEM, UNK
+from training.catalog import Catalog
+from training.events import EventLog
+
+SplitName = Literal["leave_one_out", "users"]
+
+MIN_EVENTS_LEAVE_ONE_OUT = 3
+"""Events of positive weight a user needs to give up two of them."""
+HELD_OUT_SHARE = 0.1
+"""Share of users that `users` keeps out of training; half of them validation, half test."""
+
+
+@dataclass(frozen=True, eq=False)
+class Histories:
+    """Events of users, one user after the other, each in time order (compressed rows)."""
+
+    user_ids: list[str]
+    """(U,)"""
+    offsets: np.ndarray
+    """(U+1,) int64: user u has the events offsets[u] … offsets[u+1] - 1."""
+    items: np.ndarray
+    """(E,) int64 item numbers, UNK for an id the catalogue does not hold."""
+    weights: np.ndarray
+    """(E,) float32 ≥ 0; 0 = seen, but not part of the history."""
+    timestamps: np.ndarray
+    """(E,) float64 seconds since 1970, NaN where the log has none."""
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.user_ids) + 1 or self.offsets[0] != 0:
+            raise ValueError(f"{len(self.user_ids)} users need offsets 0 … E, one more than users")
+        if not self.offsets[-1] == len(self.items) == len(self.weights) == len(self.timestamps):
+            raise ValueError(
+                "items, weights and timestamps must all have the length that the last offset says"
+            )
+
+    def __len__(self) -> int:
+        return len(self.user_ids)
+
+    def prefixes(self, users: np.ndarray, ends: np.ndarray) -> "Histories":
+        """The events of some users before a point each.
+
+        Args:
+            users: (V,) rows of the users to keep, in the order wanted.
+            ends: (V,) index of the first event to leave out, among that user's events or right after them.
+        """
+        starts = self.offsets[:-1][users]
+        offsets = np.concatenate([[0], np.cumsum(ends - starts)]).astype(np.int64)
+        events = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], ends - starts)
+        return Histories(
+            user_ids=[self.user_ids[user] for user in users],
+            offsets=offsets,
+            items=self.items[events],
+            weights=self.weights[events],
+            timestamps=self.timestamps[events],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """For some users, the event to predict and everything before it."""
+
+    history: Histories
+    """May be empty for a user. Holds the events of weight 0 too, so that the seen set is whole."""
+    target: np.ndarray
+    """(U,) int64 item numbers, never UNK."""
+
+    def __post_init__(self) -> None:
+        if len(self.target) != len(self.history):
+            raise ValueError(f"{len(self.history)} histories but {len(self.target)} targets")
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """What to train on, choose by, and report."""
+
+    name: SplitName
+    train: Histories
+    validation: Targets
+    test: Targets
+    held_out_without_target: int = 0
+    """Users kept out of training who have no event that could be a target (`users` only)."""
+
+    def summary(self) -> dict[str, int | str]:
+        """Sizes for a manifest or report; every value fits into JSON."""
+        return {
+            "split": self.name,
+            "train_users": len(self.train),
+            "train_events": len(self.train.items),
+            "validation_users": len(self.validation),
+            "test_users": len(self.test),
+            "held_out_without_target": self.held_out_without_target,
+        }
+
+
+def make_split(log: EventLog, catalog: Catalog, name: SplitName) -> Split:
+    """Split `log` by `leave_one_out` or `users`; the same log always gives the same split.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in get_args(SplitName):
+        raise ValueError(f"no split is called {name!r}; known: {', '.join(get_args(SplitName))}")
+    histories = to_histories(log, catalog)
+    return _leave_one_out(histories) if name == "leave_one_out" else _held_out_users(histories)
+
+
+def to_histories(log: EventLog, catalog: Catalog) -> Histories:
+    """The whole log by user, users in the order of their ids."""
+    events = log.events
+    users = events.select(pl.col("user_id").rle().struct.unnest())
+    return Histories(
+        user_ids=users["value"].to_list(),
+        offsets=np.concatenate([[0], np.cumsum(users["len"].to_numpy(), dtype=np.int64)]),
+        items=catalog.numbers(events["item_id"]),
+        weights=events["weight"].to_numpy(),
+        timestamps=events["timestamp"].to_numpy(),
+    )
+
+
+def training_counts(histories: Histories, num_items: int) -> np.ndarray:
+    """(num_items,) int64: events of positive weight on each catalogue item; UNK is not counted."""
+    counted = histories.items[(histories.weights > 0) & (histories.items >= FIRST_ITEM)]
+    return np.bincount(counted - FIRST_ITEM, minlength=num_items)
+
+
+def held_out_part(user_id: str) -> Literal["train", "validation", "test"]:
+    """Where `users` puts a user: by an 8-byte BLAKE2b of the id, read as a number in [0, 1)."""
+    digest = hashlib.blake2b(user_id.encode(), digest_size=8).digest()
+    place = int.from_bytes(digest, "big") / 2**64
+    if place >= HELD_OUT_SHARE:
+        return "train"
+    return "validation" if place < HELD_OUT_SHARE / 2 else "test"
+
+
+def _leave_one_out(histories: Histories) -> Split:
+    possible, end_of_possible = _possible_targets(histories)
+    num_possible = np.diff(end_of_possible, prepend=0)
+    users = np.flatnonzero(num_possible >= MIN_EVENTS_LEAVE_ONE_OUT)
+    test = possible[end_of_possible[users] - 1]
+    validation = possible[end_of_possible[users] - 2]
+
+    training_ends = histories.offsets[1:].copy()
+    training_ends[users] = validation
+    return Split(
+        name="leave_one_out",
+        train=histories.prefixes(np.arange(len(histories)), training_ends),
+        validation=_targets(histories, users, validation),
+        test=_targets(histories, users, test),
+    )
+
+
+def _held_out_users(histories: Histories) -> Split:
+    possible, end_of_possible = _possible_targets(histories)
+    has_target = np.diff(end_of_possible, prepend=0) > 0
+    parts = np.array([held_out_part(user_id) for user_id in histories.user_ids], dtype=object)
+
+    def part(name: str) -> Targets:
+        users = np.flatnonzero((parts == name) & has_target)
+        return _targets(histories, users, possible[end_of_possible[users] - 1])
+
+    training = np.flatnonzero(parts == "train")
+    return Split(
+        name="users",
+        train=histories.prefixes(training, histories.offsets[1:][training]),
+        validation=part("validation"),
+        test=part("test"),
+        held_out_without_target=int(((parts != "train") & ~has_target).sum()),
+    )
+
+
+def _possible_targets(histories: Histories) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of all events that may be targets, and for each user (U,) where theirs end in that list."""
+    possible = (histories.weights > 0) & (histories.items != UNK)
+    counted = np.concatenate([[0], np.cumsum(possible)])
+    return np.flatnonzero(possible), counted[histories.offsets[1:]]
+
+
+def _targets(histories: Histories, users: np.ndarray, events: np.ndarray) -> Targets:
+    return Targets(histories.prefixes(users, events), histories.items[events])
