@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from zipfile import BadZipFile
 
 import numpy as np
 import polars as pl
@@ -192,9 +193,7 @@ class Items:
     def __init__(self, frame: pl.DataFrame) -> None:
         numbers = frame["number"].to_numpy()
         if not np.array_equal(numbers, np.arange(FIRST_ITEM, FIRST_ITEM + len(frame))):
-            raise BundleError(
-                "items.parquet: numbers do not run from 4 upwards without a gap; re-export the bundle"
-            )
+            raise BundleError("items.parquet: numbers do not run from 4 upwards without a gap; re-export the bundle")
         self.ids: list[str] = frame["item_id"].to_list()
         self.training_counts = frame["training_count"].to_numpy().astype(np.int64)
         self.titles: list[str | None] = frame["title"].to_list()
@@ -211,7 +210,13 @@ class Items:
         return None if row is None else row + FIRST_ITEM
 
     def item_id(self, number: int) -> str:
-        """The external id of a catalogue number."""
+        """The external id of a catalogue number.
+
+        Raises:
+            IndexError: the number is a special token's, or beyond the catalogue.
+        """
+        if not FIRST_ITEM <= number < FIRST_ITEM + len(self.ids):
+            raise IndexError(f"item number {number} is not in {FIRST_ITEM} … {FIRST_ITEM + len(self.ids) - 1}")
         return self.ids[number - FIRST_ITEM]
 
 
@@ -260,13 +265,20 @@ class Bundle:
         return self.folder / f"{graph}.onnx"
 
     def golden_cases(self) -> list[GoldenCase]:
-        """The recorded calls, in the order they were recorded."""
+        """The recorded calls, in the order they were recorded.
+
+        Raises:
+            BundleError: golden.npz is not what `golden_arrays` makes; pickled objects are never read.
+        """
         cases: dict[str, GoldenCase] = {}
-        with np.load(self.folder / "golden.npz", allow_pickle=False) as arrays:
-            for key in arrays.files:
-                index, graph, side, name = key.split("/")
-                case = cases.setdefault(index, GoldenCase(graph, {}, {}))
-                (case.inputs if side == "in" else case.outputs)[name] = arrays[key]
+        try:
+            with np.load(self.folder / "golden.npz", allow_pickle=False) as arrays:
+                for key in arrays.files:
+                    index, graph, side, name = key.split("/")
+                    case = cases.setdefault(index, GoldenCase(graph, {}, {}))
+                    (case.inputs if side == "in" else case.outputs)[name] = arrays[key]
+        except (ValueError, OSError, EOFError, BadZipFile) as error:
+            raise BundleError(f"{self.folder}: golden.npz cannot be read ({error}); export again") from error
         return list(cases.values())
 
 
@@ -286,9 +298,7 @@ def open_bundle(folder: Path | str) -> Bundle:
     try:
         items = Items(pl.read_parquet(folder / "items.parquet"))
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise BundleError(
-            f"{folder}: items.parquet cannot be read ({error}); publish the bundle again"
-        ) from error
+        raise BundleError(f"{folder}: items.parquet cannot be read ({error}); publish the bundle again") from error
     except BundleError as error:
         raise BundleError(f"{folder}: {error}") from error
     if len(items) != manifest.num_items:
@@ -324,9 +334,7 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
         for name in FILES:
             if not (staging / name).is_file():
                 raise BundleError(f"{staging}: {name} was not written; the export is incomplete")
-            files[name] = FileEntry(
-                sha256=_sha256(staging / name), size_bytes=(staging / name).stat().st_size
-            )
+            files[name] = FileEntry(sha256=_sha256(staging / name), size_bytes=(staging / name).stat().st_size)
         document = {
             **manifest,
             "format_version": FORMAT_VERSION,
@@ -336,9 +344,7 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
         try:
             parsed = Manifest.model_validate(document)
         except ValidationError as error:
-            raise BundleError(
-                f"{parent}: {MANIFEST}, {_first_complaint(error)}; nothing was written"
-            ) from error
+            raise BundleError(f"{parent}: {MANIFEST}, {_first_complaint(error)}; nothing was written") from error
         (staging / MANIFEST).write_text(parsed.model_dump_json(indent=2) + "\n")
         for path in staging.iterdir():
             path.chmod(0o644)  # the service may run as another user
@@ -369,8 +375,7 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{folder}: {MANIFEST} is not a JSON object; publish the bundle again") from error
     if found != FORMAT_VERSION:
         raise BundleError(
-            f"{folder}: {MANIFEST} is of format {found}, this version reads {FORMAT_VERSION}: "
-            "upgrade, or export again"
+            f"{folder}: {MANIFEST} is of format {found}, this version reads {FORMAT_VERSION}: upgrade, or export again"
         )
     return _parse(path, Manifest)
 
@@ -378,17 +383,13 @@ def _read_manifest(folder: Path) -> Manifest:
 def _verify_files(folder: Path, manifest: Manifest) -> None:
     present = {path.name for path in folder.iterdir()} - {MANIFEST}
     for name in sorted(present - set(manifest.files)):
-        raise BundleError(
-            f"{folder}: {name} is not listed in {MANIFEST}; remove it, or publish the bundle again"
-        )
+        raise BundleError(f"{folder}: {name} is not listed in {MANIFEST}; remove it, or publish the bundle again")
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise BundleError(f"{folder}: {name} is missing; publish the bundle again")
         if path.stat().st_size != entry.size_bytes or _sha256(path) != entry.sha256:
-            raise BundleError(
-                f"{folder}: {name} does not match its checksum in {MANIFEST}; publish the bundle again"
-            )
+            raise BundleError(f"{folder}: {name} does not match its checksum in {MANIFEST}; publish the bundle again")
     for name in FILES:
         if name not in manifest.files:
             raise BundleError(f"{folder}: {MANIFEST} does not list {name}; export the bundle again")
@@ -398,9 +399,7 @@ def _parse(path: Path, model: type[Document]) -> Document:
     try:
         return model.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise BundleError(
-            f"{path.parent}: {path.name}, {_first_complaint(error)}; export the bundle again"
-        ) from error
+        raise BundleError(f"{path.parent}: {path.name}, {_first_complaint(error)}; export the bundle again") from error
 
 
 def _first_complaint(error: ValidationError) -> str:

@@ -67,9 +67,7 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
         if self.max_len % 2:
-            raise ValueError(
-                f"max_len is {self.max_len}; it must be even, because the window moves by max_len/2"
-            )
+            raise ValueError(f"max_len is {self.max_len}; it must be even, because the window moves by max_len/2")
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
         return self

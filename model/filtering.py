@@ -82,9 +82,7 @@ def bind_shapes(**named: tuple[Tensor, str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, (tensor, letters) in named.items():
         if tensor.dim() != len(letters):
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; expected {len(letters)} axes ({letters})"
-            )
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {len(letters)} axes ({letters})")
         for letter, size in zip(letters, tensor.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(f"{name}: axis {letter} is {size}, but was {sizes[letter]} before")

@@ -59,9 +59,7 @@ class GaussianHead(nn.Module):
             return torch.zeros_like(log_count_M)
         return (self.candidate_level - F.softplus(self.candidate_slope) * log_count_M).exp()
 
-    def forward(
-        self, state: Gaussian, items_MD: Tensor, log_count_M: Tensor, catalogue_mean_D: Tensor
-    ) -> Scores:
+    def forward(self, state: Gaussian, items_MD: Tensor, log_count_M: Tensor, catalogue_mean_D: Tensor) -> Scores:
         """Score M candidates for R states, all against all: (R,M).
 
             μ_i = ⟨z, e_i⟩      v_i = Σ_d e²ρ + (r_i/D) Σ_d (z² + ρ)      logit = (μ_i − ⟨z, ē⟩)/√(1 + c·v_i)
@@ -80,9 +78,7 @@ class GaussianHead(nn.Module):
         variance = torch.addmm(candidate, z.variance, items_MD.square().T)
         return self._scores(z, mean, variance, catalogue_mean_D)
 
-    def pairs(
-        self, state: Gaussian, items_RD: Tensor, log_count_R: Tensor, catalogue_mean_D: Tensor
-    ) -> Scores:
+    def pairs(self, state: Gaussian, items_RD: Tensor, log_count_R: Tensor, catalogue_mean_D: Tensor) -> Scores:
         """Score one candidate for each state: (R,). Same arguments as `forward`, row by row."""
         z = self.readout(state)
         mean = (z.mean * items_RD).sum(-1)

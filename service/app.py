@@ -91,9 +91,7 @@ def _describe(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if not described:
             described.update(
-                get_openapi(
-                    title=app.title, version=app.version, description=app.description, routes=app.routes
-                )
+                get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             )
             for operations_of_path in described["paths"].values():
                 for operation in operations_of_path.values():

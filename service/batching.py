@@ -95,9 +95,7 @@ class Batcher:
 
     def estimated_wait_s(self) -> float:
         """Seconds until a row that is submitted now would start, from what waits and what runs."""
-        queued = sum(
-            rows * self._seconds_per_row.get(graph, 0.0) for graph, rows in self._queued_rows.items()
-        )
+        queued = sum(rows * self._seconds_per_row.get(graph, 0.0) for graph, rows in self._queued_rows.items())
         return queued + max(0.0, self._busy_until - time.monotonic())
 
     async def submit(self, graph: str, row: Any, length: int, request: RequestContext) -> Any:
@@ -118,9 +116,7 @@ class Batcher:
         if not self.alive:
             raise EngineStopped(_STOPPED)
         self._admit(length, request)
-        entry = _Waiting(
-            graph, row, length, request, asyncio.get_running_loop().create_future(), time.monotonic()
-        )
+        entry = _Waiting(graph, row, length, request, asyncio.get_running_loop().create_future(), time.monotonic())
         self._enqueue(entry)
         try:
             async with asyncio.timeout(max(0.0, request.remaining_s())):

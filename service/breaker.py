@@ -112,9 +112,7 @@ class GuardedStore:
 
     async def save_state(self, subject: Subject, model_version: str, state: EncodedState) -> bool:
         """As in `Store`."""
-        return await self._breaker.call(
-            "save_state", lambda: self._store.save_state(subject, model_version, state)
-        )
+        return await self._breaker.call("save_state", lambda: self._store.save_state(subject, model_version, state))
 
     async def erase(self, user_id: str) -> bool:
         """As in `Store`."""
@@ -122,9 +120,7 @@ class GuardedStore:
 
     async def numbers_for_unknown(self, item_ids: Sequence[str]) -> dict[str, int]:
         """As in `Store`."""
-        return await self._breaker.call(
-            "numbers_for_unknown", lambda: self._store.numbers_for_unknown(item_ids)
-        )
+        return await self._breaker.call("numbers_for_unknown", lambda: self._store.numbers_for_unknown(item_ids))
 
     async def ids_for_unknown(self, numbers: Sequence[int]) -> dict[int, str]:
         """As in `Store`."""

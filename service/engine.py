@@ -108,9 +108,7 @@ class Engine:
         self._sessions = {graph: _load(bundle, graph, self.provider, settings.threads) for graph in GRAPHS}
         used = self._sessions[ENCODER].get_providers()[0]
         if used != self.provider and settings.provider == "cuda":
-            raise StartError(
-                f"the CUDA provider was asked for and did not start (ONNX Runtime took {used}); see above"
-            )
+            raise StartError(f"the CUDA provider was asked for and did not start (ONNX Runtime took {used}); see above")
         self.provider = used
         self._temperature = np.array(bundle.calibration.temperature, np.float32)
         self._variance_scale = np.array(bundle.calibration.variance_scale, np.float32)
@@ -195,9 +193,7 @@ class Engine:
         """
         cases = self._bundle.golden_cases()
         if {case.graph for case in cases} != set(GRAPHS):
-            raise BundleError(
-                f"{self._bundle.folder}: golden.npz does not cover both graphs; export the bundle again"
-            )
+            raise BundleError(f"{self._bundle.folder}: golden.npz does not cover both graphs; export the bundle again")
         return max(self._case_error(case) for case in cases)
 
     def _case_error(self, case: GoldenCase) -> float:
@@ -233,8 +229,7 @@ def choose_provider(asked: Provider, available: Sequence[str]) -> str:
     """
     if asked == "cuda" and _CUDA not in available:
         raise StartError(
-            f"provider cuda: this ONNX Runtime offers {', '.join(available)}; "
-            "install onnxruntime-gpu, or choose cpu"
+            f"provider cuda: this ONNX Runtime offers {', '.join(available)}; install onnxruntime-gpu, or choose cpu"
         )
     return _CUDA if asked != "cpu" and _CUDA in available else _CPU
 
@@ -329,9 +324,7 @@ def _length(graph: str, row: Any) -> int:
 
 
 def _split_states(outputs: Arrays) -> list[State]:
-    return [
-        State(mean, precision) for mean, precision in zip(outputs["mean"], outputs["precision"], strict=True)
-    ]
+    return [State(mean, precision) for mean, precision in zip(outputs["mean"], outputs["precision"], strict=True)]
 
 
 def _split_rankings(outputs: Arrays, rows: Sequence[RankerRow], temperature: float) -> list[Ranking]:

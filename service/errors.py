@@ -2,6 +2,7 @@
 
     ServiceError                 base: status, type, title; raised deep, written once, here
     ├── InvalidRequest    422    the caller: a field's value; names the fields
+    ├── MalformedRequest  400    the caller: no HTTP
     ├── BodyTooLarge      413    the caller
     ├── BodyTooSlow       408    the caller
     ├── UserNotFound      404    the caller
@@ -71,9 +72,7 @@ class Problem(BaseModel):
                     "detail": "num_results: Input should be less than or equal to 500",
                     "action": "Correct the named fields and send the request again.",
                     "request_id": "0b9f0ce6c5f44d0f",
-                    "errors": [
-                        {"field": "num_results", "message": "Input should be less than or equal to 500"}
-                    ],
+                    "errors": [{"field": "num_results", "message": "Input should be less than or equal to 500"}],
                 }
             ]
         }
@@ -144,6 +143,15 @@ class InvalidRequest(ServiceError):
         return cls(f"{field}: {message}", fields=[FieldError(field=field, message=message)])
 
 
+class MalformedRequest(ServiceError):
+    """The bytes are no HTTP request."""
+
+    status = 400
+    type = "bad-request"
+    title = "Bad Request"
+    action = "Send HTTP/1.1 with a method that it knows."
+
+
 class BodyTooLarge(ServiceError):
     """The body exceeds `max_body_bytes`."""
 
@@ -177,9 +185,7 @@ class BeforeErasure(ServiceError):
     status = 409
     type = "before-erasure"
     title = "The user was erased after this event"
-    action = (
-        "Drop the event. Events dated after the erasure start a new user; undated ones are taken again later."
-    )
+    action = "Drop the event. Events dated after the erasure start a new user; undated ones are taken again later."
 
 
 class ClientLeft(ServiceError):
@@ -349,15 +355,11 @@ def add_error_handlers(app: FastAPI, routes: Sequence[APIRoute]) -> None:
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ServiceError, translated(lambda error: error))
     app.add_exception_handler(StateError, translated(state_problem))
-    app.add_exception_handler(
-        RequestValidationError, translated(lambda error: validation_problem(error.errors()))
-    )
+    app.add_exception_handler(RequestValidationError, translated(lambda error: validation_problem(error.errors())))
 
 
 def _methods(routes: Sequence[APIRoute], path: str) -> list[str]:
-    return sorted(
-        {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
-    )
+    return sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})
 
 
 def _field_error(error: Mapping[str, Any]) -> FieldError:

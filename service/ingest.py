@@ -125,9 +125,7 @@ class Ingest:
 
     async def _numbers(self, item_ids: set[str]) -> dict[str, int | StateError]:
         """Each id's number; one outside the catalogue gets a lasting one, or the reason why it gets none."""
-        known = {
-            item_id: number for item_id in item_ids if (number := self._items.number(item_id)) is not None
-        }
+        known = {item_id: number for item_id in item_ids if (number := self._items.number(item_id)) is not None}
         unknown = sorted(item_ids - known.keys())
         if not unknown:
             return {**known}
@@ -199,9 +197,7 @@ def _result(outcome: Outcome, event: CheckedEvent | None) -> EventResult:
         case AppendStatus.duplicate:
             return EventResult(status=EventStatus.duplicate, idempotent=idempotent)
         case AppendStatus.erased:
-            refusal: ServiceError = BeforeErasure(
-                "the event is dated before the user's erasure, or undated soon after"
-            )
+            refusal: ServiceError = BeforeErasure("the event is dated before the user's erasure, or undated soon after")
         case StateError():
             refusal = state_problem(outcome)
         case ServiceError():

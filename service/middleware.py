@@ -86,9 +86,7 @@ class RequestMiddleware:
             logger.exception("request failed", extra={"request_id": context.request_id})
             if answer.status is not None:
                 raise
-            await problem_response(ServiceError("unexpected error"), context.request_id)(
-                scope, receive, answer
-            )
+            await problem_response(ServiceError("unexpected error"), context.request_id)(scope, receive, answer)
 
     def _admit(self) -> None:
         if self._num_in_flight > self.settings.max_in_flight:
@@ -99,9 +97,7 @@ class RequestMiddleware:
         if text is None:
             return context.deadline
         if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= MAX_TIMEOUT_MS):
-            raise InvalidRequest.of(
-                "header X-Request-Timeout-Ms", f"must be a whole number, 1 to {MAX_TIMEOUT_MS}"
-            )
+            raise InvalidRequest.of("header X-Request-Timeout-Ms", f"must be a whole number, 1 to {MAX_TIMEOUT_MS}")
         return context.deadline + (int(text) - self.settings.request_timeout_ms) / 1000
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes:

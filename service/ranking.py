@@ -12,6 +12,7 @@ import numpy.typing as npt
 from model.bundle import Bundle, Items, confidence_features
 from model.config import BOS, FIRST_ITEM, UNK, UNKNOWN_BASE, window_start
 from service.engine import EncoderRow, Numbers, Ranking
+from service.errors import InferenceFailed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,9 +103,7 @@ def filters(
     return Filters(seen=history.seen if is_new_only else NO_HISTORY.seen, blocked=blocked)
 
 
-def entries(
-    ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int, min_confidence: float
-) -> list[Entry]:
+def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int, min_confidence: float) -> list[Entry]:
     """The ranking with its calibrated confidences (math.md, "Scoring and its uncertainty").
 
     Args:
@@ -113,6 +112,9 @@ def entries(
         seen: what the normaliser left out; such an item is not the event, so its confidence is 0.
         num_events: events of the subject.
         min_confidence: entries below it are left out.
+
+    Raises:
+        InferenceFailed: a confidence is no number.
     """
     features = confidence_features(
         log_probability=ranking.log_probability[None],
@@ -122,7 +124,12 @@ def entries(
         mean_precision=np.array([ranking.mean_precision]),
         num_events=np.array([num_events]),
     )
-    confidence = np.where(np.isin(ranking.items, seen), 0.0, bundle.calibration.confidence(features)[0])
+    with np.errstate(invalid="ignore"):
+        calibrated = bundle.calibration.confidence(features)[0]
+    confidence = np.where(np.isin(ranking.items, seen), 0.0, calibrated)
+    # A NaN compares as below every threshold: the item would vanish from the list without a word.
+    if np.isnan(confidence).any():
+        raise InferenceFailed("calibration.json gives confidences that are no numbers for this model; export it again")
     std = np.sqrt(ranking.score_variance)
     return [
         Entry(

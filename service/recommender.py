@@ -167,9 +167,7 @@ class Recommender:
         self._model = ModelName(name=bundle.manifest.name, version=bundle.manifest.version)
         self._calibration = _calibration_info(bundle)
 
-    async def recommend(
-        self, asked: RecommendationRequest, request: RequestContext
-    ) -> RecommendationResponse:
+    async def recommend(self, asked: RecommendationRequest, request: RequestContext) -> RecommendationResponse:
         """The list for one request. Raises what `Batcher.submit` does; never on account of the store."""
         with request.timed("state"):
             found = await self._find(asked, request)
@@ -177,9 +175,7 @@ class Recommender:
         excluded = self._numbers(asked.exclude_item_ids)
         allowed = None if asked.allow_item_ids is None else self._numbers(asked.allow_item_ids)
         chosen = ranking.filters(found.history, self._bundle, asked.exclude_seen, excluded, allowed)
-        ranked = await self._engine.rank(
-            RankerRow(state, chosen.seen, chosen.blocked, asked.num_results), request
-        )
+        ranked = await self._engine.rank(RankerRow(state, chosen.seen, chosen.blocked, asked.num_results), request)
         with request.timed("rank"):
             num_events, least = found.history.count, asked.min_confidence or 0.0
             listed = ranking.entries(ranked, self._bundle, chosen.seen, num_events, least)
@@ -197,9 +193,7 @@ class Recommender:
             return _Found(history, (), record, None if state is None else State(state.mean, state.precision))
         except StateUnavailable:
             told = asked.fallback_history or ()
-            return _Found(
-                told_history(told, self._bundle), told, degraded=(DegradedReason.state_unavailable,)
-            )
+            return _Found(told_history(told, self._bundle), told, degraded=(DegradedReason.state_unavailable,))
         except CatalogMismatch as error:
             logger.warning("a stored history cannot be read: %s", error, extra={"subject": request.subject})
             return _Found(NO_HISTORY, degraded=(DegradedReason.catalog_mismatch,))
@@ -220,9 +214,7 @@ class Recommender:
         numbers = (self._bundle.items.number(item_id) for item_id in item_ids)
         return [number for number in numbers if number is not None]
 
-    def _answer(
-        self, asked: RecommendationRequest, found: _Found, listed: Sequence[Entry]
-    ) -> RecommendationResponse:
+    def _answer(self, asked: RecommendationRequest, found: _Found, listed: Sequence[Entry]) -> RecommendationResponse:
         for reason in found.degraded:
             self._metrics.degraded.labels(reason).inc()
         is_cold = found.history.count == 0
@@ -265,9 +257,7 @@ def told_history(events: Sequence[HistoryEvent], bundle: Bundle) -> History:
     if all(event.timestamp is not None for event in events):
         events = sorted(events, key=lambda event: event.timestamp or 0)
     numbers = [bundle.items.number(event.item_id) for event in events]
-    counted = [
-        (number, event.weight) for number, event in zip(numbers, events, strict=True) if event.weight > 0
-    ]
+    counted = [(number, event.weight) for number, event in zip(numbers, events, strict=True) if event.weight > 0]
     kept = counted[-bundle.manifest.model.max_len :]
     return History(
         count=len(counted),

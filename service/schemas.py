@@ -88,9 +88,7 @@ class RecommendationRequest(_Request):
     num_results: int = Field(25, ge=1, le=MAX_RESULTS)
     exclude_seen: bool = Field(True, description="keep items that the subject has had out of the list")
     exclude_item_ids: Ids = ()
-    allow_item_ids: Ids | None = Field(
-        None, description="only these may be in the list; probabilities do not change"
-    )
+    allow_item_ids: Ids | None = Field(None, description="only these may be in the list; probabilities do not change")
     min_confidence: float | None = Field(None, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -181,14 +179,10 @@ class RecommendationResponse(_Answer):
     recommendation_id: str
     model: ModelName
     items: list[RecommendedItem]
-    list_confidence: float = Field(
-        description="probability that the next event is in the list: min(1, Σ confidence)"
-    )
+    list_confidence: float = Field(description="probability that the next event is in the list: min(1, Σ confidence)")
     calibration: CalibrationInfo
     cold_start: bool = Field(description="no event of the subject is known: the list is what BOS says")
-    num_events: int = Field(
-        description="events of the subject that count for the model, forgotten ones included"
-    )
+    num_events: int = Field(description="events of the subject that count for the model, forgotten ones included")
     missing_item_ids: list[str] = Field(description="ids of this request that the catalogue does not know")
     degraded: list[DegradedReason]
 

@@ -69,9 +69,7 @@ class Metrics:
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
             registry=self.registry,
         )
-        self.in_flight = Gauge(
-            "bft_http_requests_in_flight", "Requests being worked on", registry=self.registry
-        )
+        self.in_flight = Gauge("bft_http_requests_in_flight", "Requests being worked on", registry=self.registry)
         self.state_errors = Counter(
             "bft_state_errors",
             "Failed calls of the state store",
@@ -113,9 +111,7 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
-        self.events = Counter(
-            "bft_events", "Events by what became of them", ["status"], registry=self.registry
-        )
+        self.events = Counter("bft_events", "Events by what became of them", ["status"], registry=self.registry)
         self.model_info = Gauge(
             "bft_model_info", "1, labelled with the served model", ["name", "version"], registry=self.registry
         )

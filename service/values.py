@@ -50,9 +50,7 @@ def check_timestamp(value: Any, now_s: float | None = None) -> int:
     if value < 0:
         raise ValueError("must not be before 1970")
     if value > now_s + MAX_AHEAD_S:
-        raise ValueError(
-            "must not be more than a day ahead of now; numbers are Unix seconds, not milliseconds"
-        )
+        raise ValueError("must not be more than a day ahead of now; numbers are Unix seconds, not milliseconds")
     return round(value * 1000)
 
 

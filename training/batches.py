@@ -111,9 +111,7 @@ def shuffled_batches(windows: Windows, batch_size: int, generator: torch.Generat
 def with_unknowns(batch: Batch, rate: float, generator: torch.Generator) -> Batch:
     """The batch with a share of its input events read as UNK, so that UNK is trained (math.md)."""
     replaced = (torch.rand(batch.items.shape, generator=generator) < rate) & (batch.items >= FIRST_ITEM)
-    return Batch(
-        batch.items.masked_fill(replaced, UNK), batch.weights, batch.last, batch.positions, batch.targets
-    )
+    return Batch(batch.items.masked_fill(replaced, UNK), batch.weights, batch.last, batch.positions, batch.targets)
 
 
 def _weighted_events(histories: Histories) -> tuple[Tensor, Tensor, np.ndarray]:

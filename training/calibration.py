@@ -39,11 +39,9 @@ def fit_temperature(scored_users: Iterable[ScoredUsers], targets: Targets) -> fl
         num_possible += int(possible.sum())
         for index, temperature in enumerate(TEMPERATURES):
             partition = (scored.logit / temperature).logsumexp(-1).numpy()
-            total[index] += (partition - own / temperature)[possible].sum()
+            total[index] += (partition[possible] - own[possible] / temperature).sum()
     if num_possible == 0:
-        raise DataError(
-            "no validation target is possible under the event: use event `next_item` for logs with repeats"
-        )
+        raise DataError("no validation target is possible under the event: use event `next_item` for logs with repeats")
     return float(np.exp(_parabola_minimum(np.log(TEMPERATURES), total)))
 
 
@@ -65,13 +63,9 @@ def fit_confidence(
     all_features = predictions.features(training_counts, FIT_LIST_LENGTH)
     hit = predictions.hit[:, :FIT_LIST_LENGTH]
     usable = np.isfinite(predictions.list_log_probability[:, :FIT_LIST_LENGTH])
-    columns = {
-        name: np.broadcast_to(all_features[name], hit.shape)[usable].astype(np.float64) for name in FEATURES
-    }
+    columns = {name: np.broadcast_to(all_features[name], hit.shape)[usable].astype(np.float64) for name in FEATURES}
     # A feature that never varies says nothing: a plain model's precision is infinite for everyone.
-    names = tuple(
-        name for name, column in columns.items() if np.isfinite(column).all() and column.std() > 1e-9
-    )
+    names = tuple(name for name, column in columns.items() if np.isfinite(column).all() and column.std() > 1e-9)
     design = np.stack([columns[name] for name in names], 1)
     mean, std = design.mean(0), design.std(0)
     weights, bias = _fit_logistic((design - mean) / std, hit[usable].astype(np.float64), names)

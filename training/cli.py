@@ -19,9 +19,7 @@ from training.tables import DataError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
-registry_app = typer.Typer(
-    no_args_is_help=True, help="Published bundles: which one is current, and going back."
-)
+registry_app = typer.Typer(no_args_is_help=True, help="Published bundles: which one is current, and going back.")
 app.add_typer(data_app, name="data")
 app.add_typer(registry_app, name="registry")
 
@@ -38,12 +36,8 @@ def train(
     config: Annotated[Path | None, typer.Option(help="YAML configuration file.")] = None,
     data: Annotated[Path | None, typer.Option(help="The interaction log; same as data.path=…")] = None,
     titles: Annotated[Path | None, typer.Option(help="The items' titles; same as titles=…")] = None,
-    out: Annotated[Path, typer.Option(help="The run's folder; the bundle goes to OUT/registry.")] = Path(
-        "runs/latest"
-    ),
-    resume: Annotated[
-        bool, typer.Option(help="Go on from this configuration's checkpoint, if there is one.")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="The run's folder; the bundle goes to OUT/registry.")] = Path("runs/latest"),
+    resume: Annotated[bool, typer.Option(help="Go on from this configuration's checkpoint, if there is one.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model, calibrate it, judge it on test users, and publish the bundle.
@@ -77,9 +71,7 @@ def evaluate(
 
     with _errors_as_messages():
         opened = open_bundle(registries.resolve(bundle))
-        config = load_config(
-            None, [f"data.path={_as_yaml(data)}", *(f"data.{item}" for item in overrides or [])]
-        )
+        config = load_config(None, [f"data.path={_as_yaml(data)}", *(f"data.{item}" for item in overrides or [])])
         figures = evaluate_bundle(opened, _data_as_trained(config, opened.manifest.training, overrides or []))
     _print(figures if as_json else _figures_text(figures), as_json)
 
@@ -87,9 +79,7 @@ def evaluate(
 @data_app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(datasets.DATASETS)}")],
-    cache: Annotated[
-        Path | None, typer.Option(help="Where to keep it; default: the user's cache folder.")
-    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where to keep it; default: the user's cache folder.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a public data set, verify its checksum, and keep it; a second call takes no network."""
@@ -160,9 +150,7 @@ def _print_index(index: registries.RegistryIndex, as_json: bool) -> None:
 def _figures_text(figures: dict[str, Any]) -> str:
     """The figures as a person reads them: the model beside popularity, then the confidence."""
     popularity, intervals = figures["popularity"], figures["intervals"]
-    lines = [
-        f"test, {figures['users']:,} users, full ranking     model    popularity    gain (95 % interval)"
-    ]
+    lines = [f"test, {figures['users']:,} users, full ranking     model    popularity    gain (95 % interval)"]
     for name in ("hr@10", "ndcg@10"):
         low, high = intervals[f"{name} minus popularity"]
         gain = f"{figures[name] - popularity[name]:+.4f} ({low:+.4f} … {high:+.4f})"

@@ -84,9 +84,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
-            raise ConfigError(
-                f"override {override!r} is not of the form dotted.key=value, e.g. training.epochs=20"
-            )
+            raise ConfigError(f"override {override!r} is not of the form dotted.key=value, e.g. training.epochs=20")
         _set(document, key.split("."), _parse_yaml(text, f"override {override!r}"), override)
     try:
         return RunConfig.model_validate(document)
@@ -99,14 +97,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); name a YAML file with --config"
-        ) from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a YAML file with --config") from error
     document = _parse_yaml(text, str(path))
     if not isinstance(document, dict):
-        raise ConfigError(
-            f"{path}: expected keys such as data, model, training; found {type(document).__name__}"
-        )
+        raise ConfigError(f"{path}: expected keys such as data, model, training; found {type(document).__name__}")
     return document
 
 

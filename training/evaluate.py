@@ -105,14 +105,12 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
                 "blocked": none,
                 # The whole catalogue, so that the target is found wherever it stands.
                 "k": np.array([num_items]),
-                "temperature": np.float32(bundle.calibration.temperature),
-                "variance_scale": np.float32(bundle.calibration.variance_scale),
+                "temperature": np.array(bundle.calibration.temperature, np.float32),
+                "variance_scale": np.array(bundle.calibration.variance_scale, np.float32),
             },
         )
         by_row = np.argsort(numbers, axis=1)
-        logit, variance = (
-            torch.from_numpy(np.take_along_axis(values, by_row, 1)) for values in (logit, variance)
-        )
+        logit, variance = (torch.from_numpy(np.take_along_axis(values, by_row, 1)) for values in (logit, variance))
         _rule_out_seen(logit, histories, users, bundle.calibration.event)
         yield ScoredUsers(users.numpy(), logit, variance, mean_precision)
 
@@ -134,9 +132,7 @@ def ranks(scored_users: Iterable[ScoredUsers], targets: Targets) -> np.ndarray:
     """Rank of each user's target, (U,)."""
     result = np.empty(len(targets))
     for scored in scored_users:
-        result[scored.users] = metrics.target_ranks(
-            scored.logit.numpy(), targets.target[scored.users] - FIRST_ITEM
-        )
+        result[scored.users] = metrics.target_ranks(scored.logit.numpy(), targets.target[scored.users] - FIRST_ITEM)
     return result
 
 
@@ -195,7 +191,7 @@ def report(
     with np.errstate(invalid="ignore"):  # −inf·0 where the map gives the probability no weight
         confidence = calibration.confidence(predictions.features(training_counts, LIST_LENGTH))
     # A list longer than what is left of the catalogue ends in items that the event rules out.
-    confidence = np.where(np.isneginf(predictions.list_log_probability[:, :LIST_LENGTH]), 0.0, confidence)
+    confidence = np.where(np.isfinite(predictions.list_log_probability[:, :LIST_LENGTH]), confidence, 0.0)
     hit = predictions.hit[:, :LIST_LENGTH].astype(np.float64)
     possible = np.isfinite(predictions.log_probability)
     return {
@@ -214,9 +210,7 @@ def report(
     }
 
 
-def _predict_chunk(
-    scored: ScoredUsers, targets: Targets, temperature: float, k: int
-) -> dict[str, np.ndarray]:
+def _predict_chunk(scored: ScoredUsers, targets: Targets, temperature: float, k: int) -> dict[str, np.ndarray]:
     target_rows = targets.target[scored.users] - FIRST_ITEM
     log_probability = (scored.logit / temperature).log_softmax(-1)
     probability = log_probability.exp()

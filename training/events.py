@@ -219,9 +219,7 @@ def read_events(config: DataConfig) -> EventLog:
     for file in files:
         source = _open_source(config, format, file)
         if roles and set(source.columns) != roles:
-            raise DataError(
-                f"{file} has a timestamp column where {files[0]} has none, or the reverse; make them agree"
-            )
+            raise DataError(f"{file} has a timestamp column where {files[0]} has none, or the reverse; make them agree")
         roles = set(source.columns)
         for block in source.blocks:
             good, bad = _check_rows(block.rows, source.columns, config)
@@ -325,9 +323,7 @@ def _resolve_columns(config: DataConfig, header: list[str], file: Path) -> dict[
         if column not in header:
             nearest = difflib.get_close_matches(column, header, n=1)
             hint = f" (nearest: {nearest[0]!r})" if nearest else ""
-            raise DataError(
-                f"{file} has no column {column!r} for {role}{hint}; its columns: {', '.join(header)}"
-            )
+            raise DataError(f"{file} has no column {column!r} for {role}{hint}; its columns: {', '.join(header)}")
     return columns
 
 
@@ -387,9 +383,7 @@ def _read_parquet(
     for role, column in columns.items():
         if not isinstance(schema[column], _PARQUET_TYPES[role]):
             accepted = ", ".join(type.__name__ for type in _PARQUET_TYPES[role])
-            raise DataError(
-                f"{file}, column {column!r} for {role} has type {schema[column]}; accepted: {accepted}"
-            )
+            raise DataError(f"{file}, column {column!r} for {role} has type {schema[column]}; accepted: {accepted}")
     with file.open("rb") as source:
         while data := source.read(2**20):
             digest.update(data)
@@ -399,10 +393,7 @@ def _read_parquet(
         raise DataError(f"{file} is not a readable Parquet file ({error})") from error
     rows = frame.select(
         line=pl.int_range(1, pl.len() + 1, dtype=pl.Int64()),
-        **{
-            role: _parquet_column(role, column, schema[column], timestamp_unit)
-            for role, column in columns.items()
-        },
+        **{role: _parquet_column(role, column, schema[column], timestamp_unit) for role, column in columns.items()},
     )
     yield Block(rows, pl.DataFrame(schema=BAD_ROW_SCHEMA), blank_lines=0)
 
@@ -551,9 +542,7 @@ def _set_aside(bad_rows: pl.DataFrame, config: DataConfig, rows_read: int) -> No
         try:
             write_whole(path, bad_rows.write_ndjson().encode())
         except OSError as error:
-            raise DataError(
-                f"cannot write the rejects file {path} ({error.strerror}); set `rejects`"
-            ) from error
+            raise DataError(f"cannot write the rejects file {path} ({error.strerror}); set `rejects`") from error
     share = len(bad_rows) / rows_read if rows_read else 0.0
     if share > config.max_bad_share:
         raise DataError(

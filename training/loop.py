@@ -126,9 +126,7 @@ def batch_loss(model: SASRec, batch: Batch, config: OptimizerConfig, generator: 
     mean, precision = (part.flatten(0, 1)[batch.positions] for part in encoded)
     if config.loss == "full":
         return losses.full_cross_entropy(model, Gaussian(mean, precision), batch.targets)
-    return losses.sampled_softmax(
-        model, Gaussian(mean, precision), batch.targets, config.num_negatives, generator
-    )
+    return losses.sampled_softmax(model, Gaussian(mean, precision), batch.targets, config.num_negatives, generator)
 
 
 def _optimizer(model: SASRec, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -34,9 +34,7 @@ def full_cross_entropy(model: SASRec, state: Gaussian, targets_R: Tensor) -> Ten
             rows.split(CHUNK_ROWS),
             strict=True,
         )
-        return sum(checkpoint(_plain_chunk, model, *chunk, use_reentrant=False) for chunk in chunks) / len(
-            rows
-        )
+        return sum(checkpoint(_plain_chunk, model, *chunk, use_reentrant=False) for chunk in chunks) / len(rows)
     head, catalogue = model.head, model.item_embedding.weight[FIRST_ITEM:]
     readout = head.readout(state)
     candidate_variance = head.candidate_variance(model.log_count)
@@ -56,7 +54,7 @@ class GaussianCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of R Gaussian readouts over all N items, value and gradient in one pass.
 
     A softmax's gradient is known as soon as its value is, so no (R,N) matrix outlives its chunk and nothing
-    is computed twice: a third of the time of the same formula under autograd with recomputation.
+    is computed twice (benchmarks/full_loss.py compares it with the same formula under autograd).
 
         logit = (μ − m)·s      s = 1/√(1 + c·v)      G = softmax(logit) − onehot(target)
         ∂μ = G·s      ∂m = −Σ_N ∂μ      ∂v = −(c/2)·G·(μ − m)·s³      ∂c = −½ Σ G·(μ − m)·s³·v
@@ -109,9 +107,7 @@ class GaussianCrossEntropy(torch.autograd.Function):
 
             outer = centre_grad[:, None] * catalogue_mean_D + (2 / width * energy_grad)[:, None] * mean
             mean_grads.append(torch.addmm(outer, score_mean_grad, items_ND))
-            variance_grads.append(
-                torch.addmm((energy_grad / width)[:, None], score_variance_grad, squares_ND)
-            )
+            variance_grads.append(torch.addmm((energy_grad / width)[:, None], score_variance_grad, squares_ND))
             items_grad.addmm_(score_mean_grad.T, mean)
             squares_grad.addmm_(score_variance_grad.T, variance)
             candidate_grad += score_variance_grad.T @ energy[:, 0]

@@ -44,11 +44,7 @@ def ndcg(ranks_U: np.ndarray, k: int) -> np.ndarray:
 def ranking_metrics(ranks_U: np.ndarray) -> dict[str, float]:
     """Mean HR and NDCG at 5, 10, 20."""
     measures = {"hr": hit_rate, "ndcg": ndcg}
-    return {
-        f"{name}@{k}": float(per_user(ranks_U, k).mean())
-        for name, per_user in measures.items()
-        for k in CUTOFFS
-    }
+    return {f"{name}@{k}": float(per_user(ranks_U, k).mean()) for name, per_user in measures.items() for k in CUTOFFS}
 
 
 def bootstrap_interval(values_U: np.ndarray, seed: int = 0, level: float = 0.95) -> tuple[float, float]:

@@ -65,14 +65,13 @@ class Prepared:
     event: Event
 
 
-def train(
-    config: RunConfig, out: Path, report: Reporter, command: Sequence[str], resume: bool = False
-) -> TrainedModel:
+def train(config: RunConfig, out: Path, report: Reporter, command: Sequence[str], resume: bool = False) -> TrainedModel:
     """Train by `config` and publish the bundle in `out/registry`.
 
     Args:
         config: the run's configuration.
-        out: the run's folder: receives registry/, checkpoint-<configuration>.pt and record.json.
+        out: the run's folder: receives registry/, checkpoint-<configuration>.pt, record.json, and rejects.jsonl
+            unless the configuration names another file for bad rows.
         report: receives the progress.
         command: the command line, for the record.
         resume: go on from this configuration's checkpoint if there is one.
@@ -82,9 +81,12 @@ def train(
         ConfigError: training diverged.
         ExportError: torch and ONNX Runtime disagree. Nothing is published then.
     """
-    _keep_freed_memory()
+    keep_freed_memory()
     begun = time.monotonic()
     report.stage(f"reading {config.data.path}")
+    if config.data.rejects is None:
+        data = config.data.model_copy(update={"rejects": out / "rejects.jsonl"})
+        config = config.model_copy(update={"data": data})
     prepared = prepare(config)
     report.stage(_describe(prepared))
 
@@ -104,9 +106,7 @@ def train(
     report.stage("exporting to ONNX and comparing with torch")
     record = _record(config, prepared, state, figures, command, time.monotonic() - begun)
     bundle = publish(model, prepared, calibration, record, out / "registry")
-    write_whole(
-        out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode()
-    )
+    write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
     report.stage(f"published {config.name} {bundle.name}")
     return TrainedModel(bundle, record)
 
@@ -122,7 +122,7 @@ def prepare(config: RunConfig) -> Prepared:
     if config.titles is not None:
         catalog = catalog.with_titles(read_titles(config.titles))
     split = make_split(log, catalog, config.split)
-    _require(config.data.path, split, "training", np.count_nonzero(split.train.weights))
+    _require(config.data.path, split, "training", int(np.count_nonzero(split.train.weights)))
     _require(config.data.path, split, "validation", len(split.validation))
     _require(config.data.path, split, "test", len(split.test))
     catalog = catalog.with_training_counts(training_counts(split.train, len(catalog)))
@@ -150,9 +150,7 @@ def calibrate(model: SASRec, prepared: Prepared) -> Calibration:
     temperature = calibrating.fit_temperature(scored(), validation)
     predictions = evaluate.predict(scored(), validation, temperature, calibrating.FIT_LIST_LENGTH)
     scale = model.head.shrinkage().item()
-    return calibrating.fit_confidence(
-        predictions, prepared.catalog.training_counts, temperature, scale, event
-    )
+    return calibrating.fit_confidence(predictions, prepared.catalog.training_counts, temperature, scale, event)
 
 
 def test_figures(model: SASRec, prepared: Prepared, calibration: Calibration) -> dict[str, Any]:
@@ -181,9 +179,7 @@ def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
     return _figures(scored, split.test, bundle.calibration, catalog.training_counts)
 
 
-def publish(
-    model: SASRec, prepared: Prepared, calibration: Calibration, record: dict[str, Any], folder: Path
-) -> Path:
+def publish(model: SASRec, prepared: Prepared, calibration: Calibration, record: dict[str, Any], folder: Path) -> Path:
     """Write the bundle into a registry and make it the current one; returns the bundle's folder."""
     catalog = prepared.catalog
     custom_ops: dict[str, tuple[str, ...]] = {}
@@ -270,11 +266,7 @@ def _record(
 def _describe(prepared: Prepared) -> str:
     log, split = prepared.log, prepared.split
     ties = log.tie_shares()
-    tied = (
-        "no timestamps"
-        if ties is None
-        else f"{ties[1]:.0%} of users have their last two events in the same instant"
-    )
+    tied = "no timestamps" if ties is None else f"{ties[1]:.0%} of users have their last two events in the same instant"
     return (
         f"{log.rows_kept:,} events ({log.rows_rejected:,} rejected)"
         f" of {log.events['user_id'].n_unique():,} users on {len(prepared.catalog):,} items;"
@@ -303,7 +295,7 @@ def _commit() -> str | None:
     return described.stdout.strip()
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep freed memory: otherwise every large tensor is mapped and its pages faulted in anew.
 
     That is a third of the training time on a CPU. Other C libraries lack `mallopt` and are left alone.

@@ -50,9 +50,7 @@ class Histories:
         if len(self.offsets) != len(self.user_ids) + 1 or self.offsets[0] != 0:
             raise ValueError(f"{len(self.user_ids)} users need offsets 0 … E, one more than users")
         if not self.offsets[-1] == len(self.items) == len(self.weights) == len(self.timestamps):
-            raise ValueError(
-                "items, weights and timestamps must all have the length that the last offset says"
-            )
+            raise ValueError("items, weights and timestamps must all have the length that the last offset says")
 
     def __len__(self) -> int:
         return len(self.user_ids)

@@ -98,9 +98,7 @@ def read_header(path: Path, dialect: Dialect) -> list[str]:
     if dialect.typed_header:
         untyped = [name for name in names if ":" not in name]
         if untyped:
-            raise DataError(
-                f"{path} line 1, field {untyped[0]!r}: header fields must read name:type, tab separated"
-            )
+            raise DataError(f"{path} line 1, field {untyped[0]!r}: header fields must read name:type, tab separated")
         names = [name.rpartition(":")[0] for name in names]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
@@ -194,9 +192,7 @@ def _read_blocks(
             pending += data.removeprefix(_BOM) if at_start else data
             cut = len(pending) if at_end else pending.rfind(b"\n") + 1
             if len(pending) - cut > MAX_LINE_BYTES:
-                raise DataError(
-                    f"{path} line {line}: longer than {MAX_LINE_BYTES} bytes; is this a text file?"
-                )
+                raise DataError(f"{path} line {line}: longer than {MAX_LINE_BYTES} bytes; is this a text file?")
             if cut == 0:
                 continue
             lines = _decode(pending[:cut], first=line, at_end=at_end)
@@ -237,9 +233,7 @@ def _parse_plain(lines: _Lines, layout: _Layout) -> Block:
         .with_columns(fields=fields)
         .with_columns(
             count=pl.col("fields").list.len(),
-            **{
-                name: pl.col("fields").list.get(at, null_on_oob=True) for name, at in layout.positions.items()
-            },
+            **{name: pl.col("fields").list.get(at, null_on_oob=True) for name, at in layout.positions.items()},
         )
         .with_columns(
             reason=pl.when("invalid")
@@ -268,9 +262,7 @@ def _parse_quoted(lines: _Lines, layout: _Layout) -> _Parsed:
     while start < len(lines.texts):
         first = start
         ahead = iter(range(first, len(lines.texts)))
-        reader = csv.reader(
-            (lines.texts[i] + "\n" for i in ahead), delimiter=layout.dialect.separator, strict=True
-        )
+        reader = csv.reader((lines.texts[i] + "\n" for i in ahead), delimiter=layout.dialect.separator, strict=True)
         try:
             for fields in reader:
                 end = first + reader.line_num

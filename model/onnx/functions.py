@@ -58,9 +58,7 @@ def KalmanUpdate(prior_mean, prior_precision, innovation, observation_precision)
 
 
 @script(BFT, default_opset=op)
-def DynamicsPredict(
-    mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float
-):
+def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
     """`filtering.predict` → mean, precision, each (B,T,D)."""
     centred = mean - op.ReduceMean(mean, [-1], keepdims=1)
     eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
@@ -166,9 +164,7 @@ class EmittedSteps:
         """See `filtering.predict`; an exported graph has no dropout."""
         *parameters, ln_eps = dynamics
         shape = posterior.mean.shape
-        return Gaussian(
-            *_emit("DynamicsPredict", (*posterior, *parameters), (shape, shape), {"ln_eps": ln_eps})
-        )
+        return Gaussian(*_emit("DynamicsPredict", (*posterior, *parameters), (shape, shape), {"ln_eps": ln_eps}))
 
 
 def emit_gaussian_top_k(inputs: tuple[Tensor, ...], num_listed: int) -> tuple[Tensor, ...]:

@@ -21,9 +21,7 @@ async def append_events(
     asked: EventsRequest,
     service: ServiceDep,
     context: ContextDep,
-    idempotency_key: Annotated[
-        str | None, Header(description="names this request; for events without a name")
-    ] = None,
+    idempotency_key: Annotated[str | None, Header(description="names this request; for events without a name")] = None,
 ) -> EventsResponse:
     """Wrong shapes (unknown or missing fields, wrong types) refuse the whole request and store nothing; an
     event with a wrong value is rejected alone. An event is known again by its `event_id`, else by item,

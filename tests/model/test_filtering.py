@@ -151,10 +151,7 @@ def draw_state(rng: np.random.Generator, dtype: torch.dtype, shape: Shape, limit
 
 def numpy64(*tensors: Tensor) -> list[np.ndarray]:
     """Detached numpy copies, floating point widened to float64."""
-    return [
-        x.detach().numpy() if x.dtype == torch.bool else x.detach().numpy().astype(np.float64)
-        for x in tensors
-    ]
+    return [x.detach().numpy() if x.dtype == torch.bool else x.detach().numpy().astype(np.float64) for x in tensors]
 
 
 def reference_field(inputs: FieldInputs, shrinkage_dof: float = 1.0) -> reference.Kriged:
@@ -205,9 +202,7 @@ def test_kriged_field_equals_the_reference(
 @pytest.mark.parametrize(("dtype", "limit", "tol"), PRECISIONS)
 @many_cases
 @given(shape=shapes)
-def test_observation_precision_equals_the_reference(
-    dtype: torch.dtype, limit: float, tol: float, shape: Shape
-) -> None:
+def test_observation_precision_equals_the_reference(dtype: torch.dtype, limit: float, tol: float, shape: Shape) -> None:
     rng = np.random.default_rng(shape.seed)
     seen = torch.from_numpy(rng.random((shape.batch, 1, shape.length)) < 0.8)
     sample_size = (1.0 + positive(rng, dtype, 5.0, shape.batch, shape.heads, shape.length)) * seen
@@ -278,9 +273,7 @@ def test_the_three_steps_in_a_row_equal_the_reference(
         prior_mean, prior_precision, kriged.kriged_mean @ output_weight.T, expected_observed
     )
     ln_weight, ln_bias, w1, b1, w2, b2, noise = numpy64(*dynamics[:7])
-    expected = reference.predict(
-        *expected_posterior[1:], ln_weight, ln_bias, dynamics.ln_eps, w1, b1, w2, b2, noise
-    )
+    expected = reference.predict(*expected_posterior[1:], ln_weight, ln_bias, dynamics.ln_eps, w1, b1, w2, b2, noise)
     assert_precision_close(observed, expected_observed, tol, "observation precision")
     assert_close(posterior.gain, expected_posterior.gain, tol, "gain")
     assert_close(posterior.mean, expected_posterior.mean, tol, "posterior mean")
@@ -293,9 +286,7 @@ def test_the_three_steps_in_a_row_equal_the_reference(
 @given(shape=shapes, neighbours=st.integers(1, 12))
 def test_one_position_may_look_at_a_longer_cache(shape: Shape, neighbours: int) -> None:
     rng = np.random.default_rng(shape.seed)
-    key, value = (
-        normal(rng, torch.float64, shape.batch, shape.heads, neighbours, shape.channels) for _ in range(2)
-    )
+    key, value = (normal(rng, torch.float64, shape.batch, shape.heads, neighbours, shape.channels) for _ in range(2))
     query = normal(rng, torch.float64, shape.batch, shape.heads, 1, shape.channels)
     precision = positive(rng, torch.float64, MODERATE, shape.batch, neighbours)
     visible = torch.from_numpy(rng.random((shape.batch, 1, neighbours)) < 0.7)
@@ -343,9 +334,7 @@ def test_a_position_without_neighbours_keeps_its_state_and_passes_no_gradient_to
     field = krige(*inputs[:5])
     observed = observation_precision(field, inputs.output_weight)
     posterior = update(prior, field.mean @ inputs.output_weight.T, observed)
-    gradients = torch.autograd.grad(
-        posterior.mean.sum() + posterior.precision.sum(), inputs[:4], allow_unused=True
-    )
+    gradients = torch.autograd.grad(posterior.mean.sum() + posterior.precision.sum(), inputs[:4], allow_unused=True)
     for zero in (field.mean, field.effective_sample_size, observed, posterior.gain):
         assert (zero == 0).all()
     assert torch.equal(posterior.mean, prior.mean)
@@ -379,9 +368,7 @@ def test_gradcheck_of_observe(mask: str) -> None:
     precision = inputs.neighbour_precision.clamp(min=0.5)
     leaves = [x.requires_grad_() for x in (*inputs[:3], precision, inputs.output_weight)]
 
-    def observe(
-        query: Tensor, key: Tensor, value: Tensor, precision: Tensor, weight: Tensor
-    ) -> tuple[Tensor, ...]:
+    def observe(query: Tensor, key: Tensor, value: Tensor, precision: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         field = krige(query, key, value, precision, inputs.visible)
         return field.mean, field.effective_sample_size, observation_precision(field, weight)
 
@@ -402,9 +389,7 @@ def test_gradcheck_of_predict() -> None:
     shape = Shape(13, 2, 2, 2, 2)
     state, dynamics = draw_state(rng, torch.float64, shape, MODERATE), draw_dynamics(rng, torch.float64, 4, 5)
     leaves = [x.requires_grad_() for x in (*state, *dynamics[:7])]
-    assert torch.autograd.gradcheck(
-        lambda m, p, *rest: tuple(predict(Gaussian(m, p), Dynamics(*rest))), leaves
-    )
+    assert torch.autograd.gradcheck(lambda m, p, *rest: tuple(predict(Gaussian(m, p), Dynamics(*rest))), leaves)
 
 
 # --- 1. the Jacobian is exact -------------------------------------------------------------------------------
@@ -485,9 +470,7 @@ def test_precisions_stay_float32_under_autocast() -> None:
     assert field_mixed.variance.dtype == torch.float32
     assert field_mixed.effective_sample_size.dtype == torch.float32
     assert_precision_close(observed_mixed, observed, FLOAT32_TOL, "observation precision")
-    assert_precision_close(
-        posterior_mixed.precision, update(state, innovation, observed).precision, FLOAT32_TOL
-    )
+    assert_precision_close(posterior_mixed.precision, update(state, innovation, observed).precision, FLOAT32_TOL)
     assert_precision_close(predicted_mixed.precision, predict(state, dynamics).precision, FLOAT32_TOL)
 
 
@@ -561,9 +544,7 @@ def test_equal_precision_gain_1_and_no_process_noise_make_the_plain_block(
     )
     visible = torch.ones(1, length, length, dtype=torch.bool).tril()
     field = krige(query, key, value, prior.precision.mean(-1), visible)
-    innovation = field.mean @ torch.from_numpy(layer["output_weight"]).T + torch.from_numpy(
-        layer["output_bias"]
-    )
+    innovation = field.mean @ torch.from_numpy(layer["output_weight"]).T + torch.from_numpy(layer["output_bias"])
     certain = torch.full_like(prior_mean, 1e300)  # so precise an observation that K rounds to 1
     posterior = update(prior, innovation, certain)
     without_noise = dynamics._replace(process_noise_variance=torch.zeros(width, dtype=torch.float64))
@@ -598,9 +579,7 @@ def test_lower_neighbour_precision_lowers_its_kriging_weight(shape: Shape, facto
 
 @few_cases
 @given(shape=several, stretch=st.floats(1.01, 100.0))
-def test_observation_precision_falls_as_the_spread_of_the_neighbours_grows(
-    shape: Shape, stretch: float
-) -> None:
+def test_observation_precision_falls_as_the_spread_of_the_neighbours_grows(shape: Shape, stretch: float) -> None:
     inputs = all_see_all(shape)
     centre = inputs.value.mean(dim=2, keepdim=True)
     wide = inputs._replace(value=centre + stretch * (inputs.value - centre))

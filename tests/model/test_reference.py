@@ -92,9 +92,7 @@ def test_initial_precision_is_item_precision_times_event_weight_and_0_at_padding
     tau = reference.item_precision(math.log(2.0), 1.0, np.array([0.0, 3.0]), np.array([0.0, math.log(0.5)]))
     assert_close(tau, [2.0, 4.0], EXACT)
     tau_by_token = np.array([99.0, *tau])
-    precision = reference.initial_precision(
-        tau_by_token, np.array([[1, 2, 0]]), np.array([[1.0, 0.25, 7.0]]), 2
-    )
+    precision = reference.initial_precision(tau_by_token, np.array([[1, 2, 0]]), np.array([[1.0, 0.25, 7.0]]), 2)
     assert_close(precision, [[[2.0, 2.0], [1.0, 1.0], [0.0, 0.0]]], EXACT)
 
 
@@ -128,9 +126,7 @@ def test_attention_and_neighbour_precision_multiply_in_the_kriging_weights() -> 
 
 def test_heads_are_concatenated_in_order() -> None:
     value = np.arange(1.0, 7.0).reshape(1, 2, 1, 3)
-    field = reference.krige(
-        np.zeros((1, 2, 1, 3)), np.zeros((1, 2, 1, 3)), value, np.ones((1, 1)), all_visible(1)
-    )
+    field = reference.krige(np.zeros((1, 2, 1, 3)), np.zeros((1, 2, 1, 3)), value, np.ones((1, 1)), all_visible(1))
     assert_close(field.kriged_mean, [[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]], EXACT)
 
 
@@ -197,9 +193,7 @@ def test_with_one_prior_degree_of_freedom_and_no_spread_the_gain_is_scale_free_a
     precision = np.full((1, neighbours), math.exp(log_scale))
     field = reference.krige(query, key, value, precision, all_visible(neighbours))
     observed = reference.observation_precision(*field[2:], np.eye(6))
-    gain = reference.update(
-        np.zeros((1, 1, 6)), np.full((1, 1, 6), precision[0, 0]), np.zeros((1, 1, 6)), observed
-    )
+    gain = reference.update(np.zeros((1, 1, 6)), np.full((1, 1, 6), precision[0, 0]), np.zeros((1, 1, 6)), observed)
     sample_size = np.repeat(field.effective_sample_size[0, :, 0], 3)
     assert_close(gain.gain[0, 0], sample_size / (sample_size + 1.0), EXACT)
 
@@ -288,13 +282,9 @@ def test_duplicating_every_neighbour_keeps_mean_and_spread_and_does_not_lower_ob
 
 @few_cases
 @given(SEEDS, st.integers(1, 6), st.floats(-6, 6))
-def test_equal_neighbour_precision_gives_softmax_attention(
-    seed: int, neighbours: int, log_scale: float
-) -> None:
+def test_equal_neighbour_precision_gives_softmax_attention(seed: int, neighbours: int, log_scale: float) -> None:
     query, key, value, _ = random_field_inputs(np.random.default_rng(seed), neighbours)
-    field = reference.krige(
-        query, key, value, np.full((1, neighbours), math.exp(log_scale)), all_visible(neighbours)
-    )
+    field = reference.krige(query, key, value, np.full((1, neighbours), math.exp(log_scale)), all_visible(neighbours))
     logits = np.einsum("bhtc,bhsc->bhts", query, key) / math.sqrt(3)
     assert_close(field.kriging_weights, np.exp(logits) / np.exp(logits).sum(-1, keepdims=True), EXACT)
 
@@ -323,9 +313,7 @@ def test_equal_precision_gain_1_and_no_process_noise_make_the_plain_block(seed: 
 
 @few_cases
 @given(SEEDS, st.integers(2, 6), st.floats(0.01, 0.99))
-def test_lowering_a_neighbour_s_precision_lowers_its_kriging_weight(
-    seed: int, neighbours: int, factor: float
-) -> None:
+def test_lowering_a_neighbour_s_precision_lowers_its_kriging_weight(seed: int, neighbours: int, factor: float) -> None:
     query, key, value, precision = random_field_inputs(np.random.default_rng(seed), neighbours)
     lowered = precision.copy()
     lowered[0, 0] *= factor
@@ -351,9 +339,7 @@ def test_observation_precision_falls_as_the_spread_of_the_neighbours_grows(
 
 @few_cases
 @given(SEEDS, st.integers(2, 6))
-def test_a_neighbour_of_vanishing_precision_leaves_the_mean_as_if_it_were_absent(
-    seed: int, neighbours: int
-) -> None:
+def test_a_neighbour_of_vanishing_precision_leaves_the_mean_as_if_it_were_absent(seed: int, neighbours: int) -> None:
     query, key, value, precision = random_field_inputs(np.random.default_rng(seed), neighbours)
     precision[0, 0] = 1e-15
     without = all_visible(neighbours)
@@ -414,9 +400,7 @@ def test_scoring_matches_a_case_worked_by_hand() -> None:
     assert_close(user, [2.0, 0.0], EXACT)
     assert_close(user_variance, [0.25, 1.0], EXACT)
     # a' = log 2, softplus(b') = 1, n = (0, 1, 3): r = 2/(1 + n) = (2, 1, ½).
-    item_variance = reference.candidate_variance(
-        np.array([0.0, 1.0, 3.0]), math.log(2.0), math.log(math.e - 1.0)
-    )
+    item_variance = reference.candidate_variance(np.array([0.0, 1.0, 3.0]), math.log(2.0), math.log(math.e - 1.0))
     assert_close(item_variance, [2.0, 1.0, 0.5], EXACT)
     # Σ(z² + ρ)/D = 5.25/2; v = Σe²ρ + r·2.625.
     items = np.array([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0]])
@@ -460,9 +444,7 @@ def test_adding_one_vector_to_all_item_embeddings_changes_no_probability(seed: i
 
     def probability(embedding: Array) -> Array:
         catalogue_mean = float(user @ embedding.mean(axis=0))
-        logit = reference.predictive_logit(
-            reference.score_mean(user, embedding), catalogue_mean, variances, 0.8
-        )
+        logit = reference.predictive_logit(reference.score_mean(user, embedding), catalogue_mean, variances, 0.8)
         return reference.catalogue_probability(logit, 1.3, seen)
 
     assert_close(probability(items + shift), probability(items), EXACT)
@@ -504,9 +486,7 @@ def test_a_position_does_not_know_what_comes_after_it() -> None:
         prefix = reference.forward(params, items[:1, :length], weights[:1, :length], num_heads=2)
         assert_close(prefix.mean[0], states.mean[0, length - 1], EXACT)
         assert_precision_close(prefix.precision[0], states.precision[0, length - 1], EXACT)
-        assert_close(
-            reference.plain_forward(params, items[:1, :length], num_heads=2)[0], plain[0, length - 1], EXACT
-        )
+        assert_close(reference.plain_forward(params, items[:1, :length], num_heads=2)[0], plain[0, length - 1], EXACT)
 
 
 def test_padding_comes_back_with_mean_0_and_precision_0() -> None:
@@ -566,9 +546,7 @@ def test_a_catalogue_is_scored_by_the_equations_in_order() -> None:
     )
     item = params["token_embedding"][reference.FIRST_ITEM + 2]
     uses = params["training_count"][reference.FIRST_ITEM + 2]
-    own = math.exp(-0.7 - math.log1p(math.exp(0.2)) * math.log1p(uses)) * (
-        (user**2 + user_variance).sum() / 6
-    )
+    own = math.exp(-0.7 - math.log1p(math.exp(0.2)) * math.log1p(uses)) * ((user**2 + user_variance).sum() / 6)
     variance = float(item**2 @ user_variance) + own
     average = float(user @ params["token_embedding"][reference.FIRST_ITEM :].mean(axis=0))
     logit = (float(item @ user) - average) / math.sqrt(1.0 + math.log1p(math.exp(-0.5)) * variance)

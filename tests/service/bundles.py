@@ -32,7 +32,11 @@ NUM_ITEMS = 800
 CONFIG = ModelConfig(max_len=MAX_LEN, width=16, num_layers=1, num_heads=2, ffn_width=32, dropout=0.0)
 COUNTS = torch.arange(NUM_ITEMS, 0, -1)
 REPORT = CalibrationReport(
-    ece_at_10=0.004, ece_null_interval=(0.001, 0.006), mean_confidence=0.05, brier_skill_at_10=0.1, num_users=943
+    ece_at_10=0.004,
+    ece_null_interval=(0.001, 0.006),
+    mean_confidence=0.05,
+    brier_skill_at_10=0.1,
+    num_users=943,
 )
 
 

@@ -1,4 +1,4 @@
-"""The API through a real process over a real Valkey. Expected lists come from the torch model, not the service."""
+"""The API through a real process over a real Valkey. Expected lists come from the torch model."""
 
 import json
 import socket
@@ -48,7 +48,12 @@ def expected_list(model: Any, numbers: Sequence[int], size: int) -> list[tuple[s
     logit[[number - FIRST_ITEM for number in set(numbers) if number >= FIRST_ITEM]] = -torch.inf
     probability = (logit / identity_calibration("next_new_item").temperature).softmax(0)
     return [
-        (ITEM_IDS[row], scores.mean[0, row].item(), scores.variance[0, row].sqrt().item(), probability[row].item())
+        (
+            ITEM_IDS[row],
+            scores.mean[0, row].item(),
+            scores.variance[0, row].sqrt().item(),
+            probability[row].item(),
+        )
         for row in logit.topk(size).indices.tolist()
     ]
 
@@ -216,7 +221,10 @@ def test_a_session_is_not_the_user_of_the_same_name(server: Server) -> None:
 def test_every_answer_names_the_model_and_its_calibration(server: Server, tiny: Path) -> None:
     answer = server.recommend(user_id="who")
 
-    assert answer["model"] == {"name": "tiny", "version": json.loads((tiny / "registry.json").read_text())["current"]}
+    assert answer["model"] == {
+        "name": "tiny",
+        "version": json.loads((tiny / "registry.json").read_text())["current"],
+    }
     assert answer["calibration"] == {
         "event": "next_new_item",
         "method": "temperature + logistic map",
@@ -286,7 +294,18 @@ def test_a_wrong_event_is_rejected_alone_and_in_its_place(server: Server) -> Non
 
 @pytest.mark.parametrize(
     "timestamp",
-    [-1, -0.001, 1_764_424_800_000, 10**400, "2026-11-29", "2026-11-29T14:00:00", "2026-02-30T00:00:00Z", "", True, []],
+    [
+        -1,
+        -0.001,
+        1_764_424_800_000,
+        10**400,
+        "2026-11-29",
+        "2026-11-29T14:00:00",
+        "2026-02-30T00:00:00Z",
+        "",
+        True,
+        [],
+    ],
 )
 def test_a_wrong_timestamp_is_rejected_with_the_accepted_form(server: Server, timestamp: Any) -> None:
     (result,) = server.append({"user_id": "time", "item_id": ITEM_IDS[0], "timestamp": timestamp})
@@ -373,7 +392,9 @@ def assert_problem(response: Any, status: int) -> None:
     assert all(problem[field] for field in ("title", "detail", "action"))
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/recommendations/", "/v1/users/", "/v1/users/a/b", "/docs", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/recommendations/", "/v1/users/", "/v1/users/a/b", "/docs", "/metrics"]
+)
 def test_an_unknown_path_is_a_404_problem(server: Server, path: str) -> None:
     assert_problem(server.client.get(path), 404)
 
@@ -384,7 +405,7 @@ def test_an_unknown_path_is_a_404_problem(server: Server, path: str) -> None:
         ("GET", "/v1/recommendations", "POST"),
         ("DELETE", "/v1/events", "POST"),
         ("PUT", "/v1/users/a", "DELETE, GET"),
-        ("BREW", "/v1/users/a", "DELETE, GET"),
+        ("PROPFIND", "/v1/users/a", "DELETE, GET"),
     ],
 )
 def test_a_wrong_method_is_a_405_problem_that_names_the_right_ones(
@@ -394,6 +415,23 @@ def test_a_wrong_method_is_a_405_problem_that_names_the_right_ones(
 
     assert_problem(response, 405)
     assert response.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("request_line", ["BREW /v1/users/a HTTP/1.1", "GET /v1/users/a ☃", "\0"])
+def test_what_is_no_http_is_a_400_problem(server: Server, request_line: str) -> None:
+    answer = exchange(server, f"{request_line}\r\nHost: here\r\n\r\n")
+
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert "application/problem+json" in answer
+    assert json.loads(answer.partition("\r\n\r\n")[2])["status"] == 400
+
+
+def exchange(server: Server, request: str) -> str:
+    """What comes back first for bytes sent as they are."""
+    where = urlsplit(str(server.client.base_url))
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+        connection.sendall(request.encode())
+        return connection.recv(65_536).decode()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -467,15 +505,12 @@ def test_a_body_of_another_type_is_a_415_problem(server: Server) -> None:
 
 
 def test_a_large_body_is_a_413_problem_before_it_is_sent(server: Server) -> None:
-    head = "POST /v1/events HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: 200001\r\n\r\n"
-    where = urlsplit(str(server.client.base_url))
+    head = "POST /v1/events HTTP/1.1\r\nHost: here\r\nContent-Length: 200001\r\n\r\n"
 
-    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
-        connection.sendall(head.encode())
-        answer = connection.recv(65_536)
+    answer = exchange(server, head)
 
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"application/problem+json" in answer
+    assert answer.startswith("HTTP/1.1 413 ")
+    assert "application/problem+json" in answer
 
 
 def test_a_large_body_of_unknown_length_is_a_413_problem(server: Server) -> None:
@@ -496,7 +531,16 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=8,
 )
-FIELDS = ["user_id", "history", "fallback_history", "num_results", "exclude_item_ids", "allow_item_ids", "events", "x"]
+FIELDS = [
+    "user_id",
+    "history",
+    "fallback_history",
+    "num_results",
+    "exclude_item_ids",
+    "allow_item_ids",
+    "events",
+    "x",
+]
 EVENT_FIELDS = ["user_id", "item_id", "timestamp", "type", "weight", "event_id", "x"]
 recommendations = st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4)
 event_lists = st.lists(st.dictionaries(st.sampled_from(EVENT_FIELDS), anything, max_size=5), max_size=3)
@@ -566,7 +610,13 @@ def test_the_openapi_document_has_an_example_and_the_problems_of_every_endpoint(
         for example in schema.get("examples", ()):
             whole = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
             jsonschema.validate(example, whole)
-    for name in ("RecommendationRequest", "RecommendationResponse", "EventsRequest", "EventsResponse", "Problem"):
+    for name in (
+        "RecommendationRequest",
+        "RecommendationResponse",
+        "EventsRequest",
+        "EventsResponse",
+        "Problem",
+    ):
         assert document["components"]["schemas"][name]["examples"]
 
 

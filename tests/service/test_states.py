@@ -32,7 +32,7 @@ from service.states import (
     Subject,
     UnknownItemsFull,
 )
-from service.states.packing import subject_hash
+from service.states.packing import pack_state, subject_hash
 from service.states.scripts import SubjectKeys, all_outbox_keys, bucket, outbox_key
 from tests.service.valkey import emptied
 
@@ -590,7 +590,7 @@ async def test_erasure_takes_no_entry_of_anyone_else_from_the_stream(world: Worl
 
 
 async def test_erasure_goes_through_a_stream_of_many_pages(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(redis_module, "ERASE_PAGE", 3)
+    monkeypatch.setattr(redis_module, "ERASE_PAGE", 2)
     store = world.open()
     session = Subject("session", "ann")
     for at in range(10):
@@ -894,6 +894,16 @@ async def test_values_under_the_wrong_key_are_never_used(server: World):
     assert loaded.state is None
 
 
+async def test_stored_state_that_counts_more_events_than_the_record_is_not_used(server: World):
+    store = server.open()
+    await store.append(ANN, [event(10, 1)])
+    ahead = state(2, await epoch_of(store, ANN))
+    with server.client() as client:
+        client.set(SubjectKeys.of(ANN).state(VERSION), pack_state(ahead, subject_hash(ANN)))
+
+    assert (await store.load(ANN, VERSION)).state is None
+
+
 async def test_record_of_another_lineage_is_neither_read_nor_overwritten(server: World):
     await server.open().append(ANN, [event(10, 1)])
     store = server.open(lineage="beauty")
@@ -1111,10 +1121,11 @@ async def test_close_waits_for_a_cancelled_command(server: World, pause: redis.R
     await blocked_clients(pause, 1)
     cancelled.cancel()
     closing = asyncio.create_task(store.close())
-    await asyncio.sleep(0)
+    finished, _ = await asyncio.wait([closing], timeout=0.1)
     pause.client_unpause()
     await closing
 
+    assert not finished
     assert history(await other.load(ANN, VERSION)).count == 1
 
 

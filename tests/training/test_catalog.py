@@ -66,9 +66,7 @@ def test_lineage_is_the_sha256_of_the_first_ids_in_order() -> None:
 
 
 def test_growing_keeps_counts_and_titles_and_starts_new_items_without() -> None:
-    catalog = (
-        Catalog.from_ids(["a", "b"]).with_training_counts(np.array([3, 0])).with_titles({"b": "B", "z": "Z"})
-    )
+    catalog = Catalog.from_ids(["a", "b"]).with_training_counts(np.array([3, 0])).with_titles({"b": "B", "z": "Z"})
     grown = catalog.grow(["b", "c"])
 
     assert grown.training_counts.tolist() == [3, 0, 0]

@@ -175,9 +175,7 @@ def test_a_download_that_is_no_wheel_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_file_above_the_size_limit_is_not_unpacked_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_above_the_size_limit_is_not_unpacked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "MAX_FILE_BYTES", 10)
 
     with pytest.raises(DataError, match="expected"):

@@ -88,9 +88,7 @@ def test_a_line_file_gives_each_users_items_in_the_order_of_the_line(tmp_path: P
 def test_ids_come_back_exactly_as_written(item_id: str, tmp_path: Path) -> None:
     text = io.StringIO()
     csv.writer(text).writerows([["item_id", "user_id"], [item_id, "u"], ["plain", item_id]])
-    pl.DataFrame({"user_id": ["u", item_id], "item_id": [item_id, "plain"]}).write_parquet(
-        tmp_path / "l.parquet"
-    )
+    pl.DataFrame({"user_id": ["u", item_id], "item_id": [item_id, "plain"]}).write_parquet(tmp_path / "l.parquet")
     write(tmp_path / "l.csv", text.getvalue())
     write(tmp_path / "l.inter", f"user_id:token\titem_id:token\nu\t{item_id}\n{item_id}\tplain\n")
 
@@ -100,9 +98,7 @@ def test_ids_come_back_exactly_as_written(item_id: str, tmp_path: Path) -> None:
 
 
 def test_whole_numbers_in_parquet_become_their_decimal_text(tmp_path: Path) -> None:
-    pl.DataFrame({"user_id": [7], "item_id": pl.Series([2**63], dtype=pl.UInt64)}).write_parquet(
-        tmp_path / "l.pq"
-    )
+    pl.DataFrame({"user_id": [7], "item_id": pl.Series([2**63], dtype=pl.UInt64)}).write_parquet(tmp_path / "l.pq")
 
     assert rows_of(read_events(DataConfig(path=tmp_path / "l.pq")))[0][:2] == ("7", str(2**63))
 
@@ -143,8 +139,7 @@ def test_a_folder_is_read_in_the_order_of_file_names(tmp_path: Path) -> None:
     log = read_events(DataConfig(path=folder))
 
     listing = "".join(
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in ("part-1.csv", "part-2.csv")
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in ("part-1.csv", "part-2.csv")
     )
     assert [row[1] for row in rows_of(log)] == ["first", "second"]
     assert log.sha256 == hashlib.sha256(listing.encode()).hexdigest()
@@ -174,9 +169,7 @@ def test_a_quoted_line_break_does_not_shift_later_line_numbers(tmp_path: Path) -
     log = read_events(config)
 
     assert [row[1] for row in rows_of(log)] == ["a", "b"]
-    assert [(row["line"], row["field"], row["reason"]) for row in rejects_of(config)] == [
-        (6, "item_id", "missing")
-    ]
+    assert [(row["line"], row["field"], row["reason"]) for row in rejects_of(config)] == [(6, "item_id", "missing")]
     assert log.blank_lines == 0
 
 
@@ -268,9 +261,7 @@ def test_a_timestamp_is_seconds_or_iso_8601(text: str, seconds: float, tmp_path:
 
 
 def test_milliseconds_are_divided_but_iso_8601_is_not(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "l.csv", "user_id,item_id,timestamp\nu,a,881250949125\nu,b,1970-01-01T00:00:01Z\n"
-    )
+    path = write(tmp_path / "l.csv", "user_id,item_id,timestamp\nu,a,881250949125\nu,b,1970-01-01T00:00:01Z\n")
     log = read_events(DataConfig(path=path, timestamp_unit="ms"))
 
     assert [row[2] for row in rows_of(log)] == [1.0, 881250949.125]
@@ -281,9 +272,7 @@ def test_milliseconds_are_divided_but_iso_8601_is_not(tmp_path: Path) -> None:
 def test_parquet_date_times_need_no_unit(unit: str, precision: str, tmp_path: Path) -> None:
     moment = datetime(2024, 2, 29, 12, 30, 15, 500_000, tzinfo=UTC)
     times = pl.Series([moment], dtype=pl.Datetime(precision, "UTC"))  # type: ignore[arg-type]
-    pl.DataFrame({"user_id": ["u"], "item_id": ["a"], "timestamp": times}).write_parquet(
-        tmp_path / "l.parquet"
-    )
+    pl.DataFrame({"user_id": ["u"], "item_id": ["a"], "timestamp": times}).write_parquet(tmp_path / "l.parquet")
 
     log = read_events(lenient(tmp_path / "l.parquet", timestamp_unit=unit))
     assert rows_of(log)[0][2] == moment.timestamp()
@@ -474,9 +463,7 @@ def test_every_row_is_kept_or_rejected(
     usable = [row for row in rows if row[0] and row[1] == "a" and row[2] == "1"]
     assert (log.rows_read, log.rows_kept) == (len(rows), len(usable))
     rejected = rejects_of(config) if config.rejects_path.exists() else []
-    assert [row["line"] for row in rejected] == [
-        n for n, row in enumerate(rows, start=2) if row not in usable
-    ]
+    assert [row["line"] for row in rejected] == [n for n, row in enumerate(rows, start=2) if row not in usable]
 
 
 # Order and ties
@@ -548,9 +535,7 @@ def test_the_summary_fits_into_json(tmp_path: Path) -> None:
 def test_a_log_of_bad_rows_only_is_refused_with_their_reasons(tmp_path: Path) -> None:
     path = write(tmp_path / "l.csv", "user_id,item_id\nu,\n")
 
-    with pytest.raises(
-        DataError, match=r"holds no usable event\n.* line 2, field item_id, value '': missing"
-    ):
+    with pytest.raises(DataError, match=r"holds no usable event\n.* line 2, field item_id, value '': missing"):
         read_events(lenient(path))
 
 

@@ -78,9 +78,7 @@ def test_histories_hold_the_whole_log_in_time_order(events: list[Event]) -> None
     histories = to_histories(log, catalog)
 
     assert listed(histories, catalog) == by_user(events)
-    types = [
-        array.dtype for array in (histories.offsets, histories.items, histories.weights, histories.timestamps)
-    ]
+    types = [array.dtype for array in (histories.offsets, histories.items, histories.weights, histories.timestamps)]
     assert types == [np.int64, np.int64, np.float32, np.float64]
 
 

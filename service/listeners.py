@@ -1,0 +1,133 @@
+"""Both listeners of the process over one lifespan: start, serve until SIGTERM, drain (service.md, "Life")."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from service.app import create_app, create_ops_app
+from service.errors import MalformedRequest, StartError, problem_response
+from service.lifecycle import Life
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: Settings) -> None:
+    """Run both listeners over one lifespan until SIGTERM or SIGINT, then drain.
+
+    Raises:
+        BundleError, StartError: nothing was served.
+    """
+    stop = _Stop()
+    app = create_app(settings)
+    life: Life = app.state.life
+    # Both addresses are taken before a large bundle is loaded for nothing; neither listens yet.
+    with (
+        _bound(settings.host, settings.port) as public,
+        _bound(settings.ops_host, settings.ops_port) as operations,
+    ):
+        async with (
+            _listening(create_ops_app(life), operations, settings, stop),
+            app.router.lifespan_context(app),
+            _listening(app, public, settings, stop),
+        ):
+            logger.info("serving", extra={"public": _address(public), "operations": _address(operations)})
+            await stop.wait()
+            life.drain()
+            logger.info("draining", extra={"grace_s": settings.drain_grace_s})
+            await stop.wait_again(settings.drain_grace_s)
+    logger.info("stopped")
+
+
+class _Stop:
+    """Wishes to end: SIGTERM, SIGINT, or a listener that ended by itself; a second one ends the grace."""
+
+    def __init__(self) -> None:
+        self._requests = asyncio.Semaphore(0)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request)
+
+    def request(self) -> None:
+        """Ask for the end."""
+        self._requests.release()
+
+    async def wait(self) -> None:
+        """Until the first request."""
+        await self._requests.acquire()
+
+    async def wait_again(self, seconds: float) -> None:
+        """Until another request, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._requests.acquire(), seconds)
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to `_Stop`: one signal is for both listeners."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, whose own refusal of what is no HTTP is a problem too."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer and close; no application has seen this request."""
+        response = problem_response(MalformedRequest(msg))
+        head = [b"HTTP/1.1 400 Bad Request", *(name + b": " + value for name, value in response.raw_headers)]
+        self.transport.write(b"\r\n".join([*head, b"connection: close", b"", bytes(response.body)]))
+        self.transport.close()
+
+
+@asynccontextmanager
+async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, stop: _Stop) -> AsyncIterator[None]:
+    """Answer on the socket; on the way out finish the requests in flight."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",  # `serve` runs it, once for both listeners
+        loop="none",
+        http=_Protocol,
+        ws="none",
+        access_log=False,  # it would log paths, which hold user ids
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=round(settings.shutdown_timeout_s),
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve([listener]))
+    task.add_done_callback(lambda _: stop.request())
+    try:
+        while not (server.started or task.done()):
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise StartError(f"cannot listen on {host}:{port} ({error.strerror}); choose another address") from error
+        yield listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

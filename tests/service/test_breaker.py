@@ -1,0 +1,120 @@
+"""The breaker, with a clock of its own."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from service.breaker import REST_S, TRIP_AFTER, Breaker
+from service.states.interface import OutboxFull, StateUnavailable
+from service.telemetry import Metrics
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Redis:
+    """Counts what reaches it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.error: Exception | None = StateUnavailable("away")
+
+    async def __call__(self) -> str:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return "answer"
+
+
+async def fail(breaker: Breaker, redis: Redis, times: int) -> None:
+    for _ in range(times):
+        with pytest.raises(StateUnavailable):
+            await breaker.call("load", redis)
+
+
+async def test_after_failures_in_a_row_nothing_is_sent_until_the_rest_is_over() -> None:
+    clock, redis = Clock(), Redis()
+    breaker = Breaker(Metrics(), clock)
+
+    await fail(breaker, redis, TRIP_AFTER + 5)
+    assert redis.calls == TRIP_AFTER
+    clock.now += REST_S
+    await fail(breaker, redis, 5)
+    assert redis.calls == TRIP_AFTER + 1  # one trial, then another rest
+
+
+async def test_one_success_closes_it_again() -> None:
+    clock, redis = Clock(), Redis()
+    breaker = Breaker(Metrics(), clock)
+    await fail(breaker, redis, TRIP_AFTER)
+    clock.now += REST_S
+    redis.error = None
+
+    assert [await breaker.call("load", redis) for _ in range(3)] == ["answer"] * 3
+
+
+async def test_only_one_call_tries_while_the_others_are_refused() -> None:
+    clock, redis = Clock(), Redis()
+    breaker = Breaker(Metrics(), clock)
+    await fail(breaker, redis, TRIP_AFTER)
+    clock.now += REST_S
+    gate = asyncio.Event()
+
+    async def slow() -> str:
+        await gate.wait()
+        return "answer"
+
+    trial = asyncio.create_task(breaker.call("load", slow))
+    await asyncio.sleep(0)
+    with pytest.raises(StateUnavailable, match="not asked"):
+        await breaker.call("load", redis)
+    gate.set()
+    assert await trial == "answer"
+
+
+async def test_a_cancelled_trial_leaves_room_for_another() -> None:
+    clock, redis = Clock(), Redis()
+    breaker = Breaker(Metrics(), clock)
+    await fail(breaker, redis, TRIP_AFTER)
+    clock.now += REST_S
+    trial = asyncio.create_task(breaker.call("load", asyncio.Event().wait))
+    await asyncio.sleep(0)
+    trial.cancel()
+    await asyncio.wait([trial])
+    redis.error = None
+
+    assert await breaker.call("load", redis) == "answer"
+
+
+async def test_failures_between_successes_do_not_open_it() -> None:
+    redis = Redis()
+    breaker = Breaker(Metrics(), Clock())
+    for _ in range(5):
+        redis.error = StateUnavailable("away")
+        await fail(breaker, redis, TRIP_AFTER - 1)
+        redis.error = None
+        await breaker.call("load", redis)
+
+    assert redis.calls == 5 * TRIP_AFTER
+
+
+async def test_a_refusal_is_an_answer_and_no_failure() -> None:
+    metrics, redis = Metrics(), Redis()
+    breaker = Breaker(metrics, Clock())
+    redis.error = OutboxFull(10)
+
+    for _ in range(TRIP_AFTER + 3):
+        with pytest.raises(OutboxFull):
+            await breaker.call("append", redis)
+
+    assert redis.calls == TRIP_AFTER + 3
+    sample = {"operation": "append", "error": "OutboxFull"}
+    assert metrics.registry.get_sample_value("bft_state_errors_total", sample) == TRIP_AFTER + 3

@@ -1,0 +1,181 @@
+"""Windows, filters and confidences, against answers worked out by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model.bundle import Bundle, open_bundle
+from model.config import BOS, FIRST_ITEM, UNK, UNKNOWN_BASE
+from model.registry import resolve
+from service.engine import Ranking
+from service.errors import InferenceFailed
+from service.ranking import History, encoder_row, entries, filters, list_confidence, translated
+from service.recommender import told_history
+from service.schemas import HistoryEvent
+from tests.service.bundles import COUNTS, ITEM_IDS, NUM_ITEMS, calibrated_for, variant
+
+NOTHING = np.empty(0, np.int64)
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny: Path) -> Bundle:
+    return open_bundle(resolve(tiny))
+
+
+def history(count: int, max_len: int, seen: np.ndarray = NOTHING) -> History:
+    """A user whose event number e was on item 100 + e."""
+    kept = np.arange(max(0, count - max_len), count) + 100
+    return History(count, kept, np.ones(len(kept), np.float32), seen)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, range(0)),
+        (1, range(1)),
+        (4, range(4)),
+        (5, range(2, 5)),  # one too many: the window moves by half its length
+        (6, range(2, 6)),
+        (7, range(4, 7)),
+        (103, range(100, 103)),
+    ],
+)
+def test_the_row_shows_bos_and_the_window_of_the_total_count(count: int, shown: range) -> None:
+    row = encoder_row(history(count, 4), max_len=4)
+
+    assert row.items.tolist() == [BOS, *(event + 100 for event in shown)]
+    assert row.weights.tolist() == [1.0] * (len(shown) + 1)
+
+
+def test_numbers_of_other_catalogues_are_unknown_unless_this_one_learned_the_id(bundle: Bundle) -> None:
+    numbers = np.array([FIRST_ITEM, FIRST_ITEM + NUM_ITEMS, UNKNOWN_BASE, UNKNOWN_BASE + 1, UNKNOWN_BASE + 2])
+    ids = {UNKNOWN_BASE: ITEM_IDS[9], UNKNOWN_BASE + 1: "still-new"}
+
+    found = translated(numbers, NUM_ITEMS, ids, bundle.items)
+
+    assert found.tolist() == [FIRST_ITEM, UNK, FIRST_ITEM + 9, UNK, UNK]
+
+
+def test_seen_items_leave_normaliser_and_list_when_the_event_is_a_new_item(bundle: Bundle) -> None:
+    user = history(2, 4, seen=np.array([5, 6]))
+
+    plain = filters(user, bundle, exclude_seen=True, exclude=[9, 5], allow=None)
+    with_seen = filters(user, bundle, exclude_seen=False, exclude=[9], allow=None)
+
+    assert (plain.seen.tolist(), plain.blocked.tolist()) == ([5, 6], [5, 6, 9])
+    assert (with_seen.seen.tolist(), with_seen.blocked.tolist()) == ([5, 6], [9])
+
+
+def test_seen_items_stay_in_the_normaliser_when_the_event_is_any_item(tiny: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(variant(tiny, tmp_path, calibrated_for("next_item")))
+
+    chosen = filters(history(2, 4, seen=np.array([5, 6])), bundle, exclude_seen=True, exclude=[], allow=None)
+
+    assert (chosen.seen.tolist(), chosen.blocked.tolist()) == ([], [5, 6])
+
+
+def test_an_allow_list_blocks_everything_else(bundle: Bundle) -> None:
+    chosen = filters(history(0, 4), bundle, exclude_seen=True, exclude=[7], allow=[4, 7])
+
+    assert chosen.blocked.tolist() == list(range(5, FIRST_ITEM + NUM_ITEMS))
+
+
+def ranking_of(probability: list[float], items: list[int], reliability: float = 0.5) -> Ranking:
+    size = len(items)
+    return Ranking(
+        items=np.array(items),
+        log_probability=np.log(probability),
+        score_mean=np.arange(size, 0, -1).astype(np.float32),
+        score_variance=np.full(size, 4.0, np.float32),
+        reliability=np.full(size, reliability, np.float32),
+        entropy=1.0,
+        mean_precision=2.0,
+    )
+
+
+def test_an_entry_carries_deviation_and_calibrated_confidence(bundle: Bundle) -> None:
+    # The tiny bundle's map says σ(logit p) = p.
+    listed = entries(ranking_of([0.5, 0.25, 0.125], [8, 6, 7]), bundle, NOTHING, 3, 0.0)
+
+    assert [(entry.number, entry.score, entry.std, entry.reliability) for entry in listed] == [
+        (8, 3.0, 2.0, 0.5),
+        (6, 2.0, 2.0, 0.5),
+        (7, 1.0, 2.0, 0.5),
+    ]
+    assert [entry.confidence for entry in listed] == pytest.approx([0.5, 0.25, 0.125])
+
+
+def test_every_feature_reaches_the_confidence_map(bundle: Bundle) -> None:
+    calibration = bundle.calibration.model_copy(update={"weights": (1.0, 0.1, 0.2, 0.3, 0.4, 0.5), "bias": -1.0})
+    weighted = Bundle(bundle.folder, bundle.manifest, calibration, bundle.items)
+
+    (entry,) = entries(ranking_of([0.2], [10]), weighted, NOTHING, 7, 0.0)
+
+    uses = COUNTS[10 - FIRST_ITEM].item()
+    logit = (
+        -1.0
+        + np.log(0.2 / 0.8)
+        + 0.1 * np.log(4.0)
+        + 0.2 * np.log(1 + uses)
+        + 0.3 * 1.0
+        + 0.4 * np.log(2.0)
+        + 0.5 * np.log(8)
+    )
+    assert entry.confidence == pytest.approx(1 / (1 + np.exp(-logit)))
+
+
+def test_what_cannot_be_the_event_has_confidence_zero(bundle: Bundle) -> None:
+    listed = entries(ranking_of([0.5, 0.25], [8, 6]), bundle, np.array([8]), 3, 0.0)
+
+    assert [entry.confidence for entry in listed] == pytest.approx([0.0, 0.25])
+
+
+def test_entries_below_the_least_confidence_are_left_out(bundle: Bundle) -> None:
+    listed = entries(ranking_of([0.5, 0.25, 0.3], [8, 6, 7]), bundle, NOTHING, 3, 0.3 - 1e-9)
+
+    assert [entry.number for entry in listed] == [8, 7]
+
+
+def test_a_plain_model_has_no_reliability(bundle: Bundle) -> None:
+    (entry,) = entries(ranking_of([0.5], [8], reliability=np.nan), bundle, NOTHING, 3, 0.0)
+
+    assert entry.reliability is None
+
+
+def test_a_confidence_that_is_no_number_is_an_error_and_no_shorter_list(bundle: Bundle) -> None:
+    plain = ranking_of([0.5, 0.25], [8, 6])
+    endless = replace(plain, mean_precision=np.inf)
+
+    with pytest.raises(InferenceFailed, match=r"calibration\.json"):
+        entries(endless, bundle, NOTHING, 3, 0.0)
+
+
+def test_the_confidence_of_a_list_is_the_sum_and_at_most_one(bundle: Bundle) -> None:
+    listed = entries(ranking_of([0.5, 0.25], [8, 6]), bundle, NOTHING, 3, 0.0)
+
+    assert list_confidence(listed) == pytest.approx(0.75)
+    assert list_confidence(listed * 2) == 1.0
+    assert list_confidence([]) == 0
+
+
+def told(row: int, **fields: object) -> HistoryEvent:
+    return HistoryEvent.model_validate({"item_id": ITEM_IDS[row], **fields})
+
+
+def test_a_told_history_keeps_the_last_events_and_every_seen_item(bundle: Bundle) -> None:
+    events = [told(row) for row in range(12)] + [told(20, weight=0)]
+
+    found = told_history(events, bundle)
+
+    assert found.count == 12
+    assert found.items.tolist() == [row + FIRST_ITEM for row in range(4, 12)]
+    assert found.seen.tolist() == [row + FIRST_ITEM for row in [*range(12), 20]]
+
+
+def test_a_told_history_with_one_undated_event_stays_in_its_order(bundle: Bundle) -> None:
+    dated = [told(2, timestamp=30), told(1, timestamp=20), told(0, timestamp=20)]
+
+    assert told_history(dated, bundle).items.tolist() == [5, 4, 6]
+    assert told_history([*dated, told(3)], bundle).items.tolist() == [6, 5, 4, 7]
