@@ -12,8 +12,7 @@ import typer
 from model import registry as registries
 from model.bundle import BundleError, open_bundle
 from training import datasets
-from training.config import ConfigError, RunConfig, load_config
-from training.events import DataConfig
+from training.config import ConfigError, load_config, override_config
 from training.progress import reporter
 from training.tables import DataError
 
@@ -44,12 +43,12 @@ def train(
 
     Ends with the test figures. Nothing is published unless everything went well.
     """
-    # torch takes seconds to import, and the other commands need none of it.
-    from training.pipeline import train as run
-
     with _errors_as_messages():
         named = [f"{key}={_as_yaml(path)}" for key, path in (("data.path", data), ("titles", titles)) if path]
         run_config = load_config(config, [*named, *(overrides or [])])
+        # torch takes seconds to import: a mistake above, and the other commands, need not wait for it.
+        from training.pipeline import train as run
+
         with reporter() as progress:
             trained = run(run_config, out, progress, sys.argv, resume)
     figures = trained.record["test"]
@@ -62,17 +61,21 @@ def evaluate(
     data: Annotated[Path, typer.Option(help="The interaction log whose test users are ranked for.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="How to read the log, e.g. format=csv"),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="How to read the log where it differs from training, e.g. format=csv"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank the whole catalogue for every test user of a log, by the bundle's own graphs in ONNX Runtime."""
-    from training.pipeline import evaluate_bundle
-
     with _errors_as_messages():
         opened = open_bundle(registries.resolve(bundle))
-        config = load_config(None, [f"data.path={_as_yaml(data)}", *(f"data.{item}" for item in overrides or [])])
-        figures = evaluate_bundle(opened, _data_as_trained(config, opened.manifest.training, overrides or []))
+        as_trained = {"data": dict(opened.manifest.training["config"]["data"])}
+        named = [f"data.path={_as_yaml(data)}", *(f"data.{item}" for item in overrides or [])]
+        config = override_config(as_trained, named, "configuration")
+        from training.pipeline import evaluate_bundle
+
+        figures = evaluate_bundle(opened, config.data)
     _print(figures if as_json else _figures_text(figures), as_json)
 
 
@@ -112,14 +115,6 @@ def main() -> None:
     app()
 
 
-def _data_as_trained(config: RunConfig, training: dict[str, Any], overrides: list[str]) -> DataConfig:
-    """How to read the log: as the bundle's own was read, unless the command says otherwise."""
-    if overrides:
-        return config.data
-    as_trained = training["config"]["data"]
-    return DataConfig.model_validate({**as_trained, "path": config.data.path})
-
-
 def _as_yaml(path: Path) -> str:
     """A path as YAML text: unquoted, `2024` would be a number and `log #1.csv` would lose its end."""
     return json.dumps(str(path), ensure_ascii=False)
@@ -130,7 +125,7 @@ def _errors_as_messages() -> Iterator[None]:
     """What a user can mend is a message and exit status 2, never a traceback."""
     try:
         yield
-    except (BundleError, ConfigError, DataError) as error:
+    except (BundleError, ConfigError, DataError, OSError) as error:
         typer.echo(f"bft-train: {error}", err=True)
         raise typer.Exit(2) from None
 

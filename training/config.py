@@ -80,7 +80,17 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file is missing or not a mapping, an override has no `=`, a key is unknown (names the
             nearest), or a value is not accepted.
     """
-    document = {} if path is None else _read_yaml(path)
+    return override_config({} if path is None else _read_yaml(path), overrides, str(path or "configuration"))
+
+
+def override_config(document: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+    """A configuration from a document and overrides; arguments and errors as in `load_config`.
+
+    Args:
+        document: nested keys and values; changed in place.
+        overrides: `dotted.key=value`.
+        where: what the document is called in an error.
+    """
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -89,7 +99,6 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        where = path or "configuration"
         raise ConfigError("\n".join(f"{where}: {_explain(item)}" for item in error.errors())) from error
 
 
@@ -121,6 +130,8 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
 
 def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
+    if error["loc"] in (("data",), ("data", "path")) and error["type"] == "missing":
+        return "no interaction log is named; give it with --data FILE, or as data.path"
     if error["type"] != "extra_forbidden":
         return f"{key}: {error['msg']} (got {str(error['input'])[:80]!r})"
     known = list(_known_keys(RunConfig))

@@ -19,6 +19,7 @@ def write_whole(path: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's is for one user alone
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

@@ -47,7 +47,7 @@ def full_cross_entropy(model: SASRec, state: Gaussian, targets_R: Tensor) -> Ten
         head.shrinkage(),
         rows,
     )
-    return total / len(rows)
+    return total / max(1, len(rows))
 
 
 class GaussianCrossEntropy(torch.autograd.Function):

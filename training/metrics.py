@@ -37,8 +37,7 @@ def hit_rate(ranks_U: np.ndarray, k: int) -> np.ndarray:
 
 def ndcg(ranks_U: np.ndarray, k: int) -> np.ndarray:
     """NDCG@k of each user with one relevant item: 1/log2(1 + rank) within the first k."""
-    with np.errstate(divide="ignore"):
-        return np.where(ranks_U <= k, 1 / np.log2(1 + ranks_U), 0.0)
+    return np.where(ranks_U <= k, 1 / np.log2(1 + ranks_U), 0.0)
 
 
 def ranking_metrics(ranks_U: np.ndarray) -> dict[str, float]:
@@ -61,16 +60,14 @@ def expected_calibration_error(confidence: np.ndarray, hit: np.ndarray, num_bins
     Args:
         confidence, hit: flat arrays of equal length; hit is 0 or 1.
     """
-    order = np.argsort(confidence, kind="stable")
-    gaps = [
-        len(part) * abs(confidence[part].mean() - hit[part].mean())
-        for part in np.array_split(order, num_bins)
-        if len(part)
-    ]
-    return float(sum(gaps) / len(confidence))
+    bins = _equal_mass_bins(confidence, num_bins)
+    gaps = np.bincount(bins, confidence) - np.bincount(bins, hit)
+    return float(np.abs(gaps).sum() / len(confidence))
 
 
-def ece_null_interval(confidence_UK: np.ndarray, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
+def ece_null_interval(
+    confidence_UK: np.ndarray, num_bins: int = 10, seed: int = 0, level: float = 0.95
+) -> tuple[float, float]:
     """The interval in which a *perfectly calibrated* model's ECE would fall: hits drawn from the confidences.
 
     At most one item of a list is the next one, so each list's hit is one draw: position k with probability
@@ -78,12 +75,14 @@ def ece_null_interval(confidence_UK: np.ndarray, seed: int = 0, level: float = 0
     """
     generator = np.random.default_rng(seed)
     edges = np.cumsum(confidence_UK / np.maximum(confidence_UK.sum(1, keepdims=True), 1), axis=1)
-    starts = np.concatenate([np.zeros((len(edges), 1)), edges[:, :-1]], axis=1)
-    flat = confidence_UK.ravel()
+    bins_UK = _equal_mass_bins(confidence_UK.ravel(), num_bins).reshape(confidence_UK.shape)
+    stated = np.bincount(bins_UK.ravel(), confidence_UK.ravel(), minlength=num_bins)
     draws = []
-    for _ in range(RESAMPLES // 4):
-        draw = generator.random((len(edges), 1))
-        draws.append(expected_calibration_error(flat, ((draw >= starts) & (draw < edges)).ravel()))
+    for _ in range(RESAMPLES):
+        position = (generator.random((len(edges), 1)) >= edges).sum(1)
+        users = np.flatnonzero(position < edges.shape[1])
+        hits = np.bincount(bins_UK[users, position[users]], minlength=num_bins)
+        draws.append(np.abs(stated - hits).sum() / confidence_UK.size)
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
@@ -95,3 +94,11 @@ def brier_skill(confidence: np.ndarray, hit: np.ndarray) -> float:
     """
     base = np.mean((hit.mean() - hit) ** 2)
     return float(1 - np.mean((confidence - hit) ** 2) / base) if base > 0 else 0.0
+
+
+def _equal_mass_bins(confidence: np.ndarray, num_bins: int) -> np.ndarray:
+    """The bin of each entry: as many entries in each, by rising confidence."""
+    bins = np.empty(len(confidence), np.int64)
+    for index, part in enumerate(np.array_split(np.argsort(confidence, kind="stable"), num_bins)):
+        bins[part] = index
+    return bins

@@ -44,6 +44,8 @@ from training.tables import DataError
 
 REPEAT_SHARE = 0.01
 """`event: auto` means `next_item` when more than this share of the validation targets were had before."""
+PATHS = {"data": {"path", "rejects"}, "titles": True}
+"""What a record leaves out of the configuration: paths mean nothing on another machine."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
 
 
@@ -85,7 +87,7 @@ def train(config: RunConfig, out: Path, report: Reporter, command: Sequence[str]
     begun = time.monotonic()
     report.stage(f"reading {config.data.path}")
     if config.data.rejects is None:
-        data = config.data.model_copy(update={"rejects": out / "rejects.jsonl"})
+        data = DataConfig.model_validate({**config.data.model_dump(), "rejects": out / "rejects.jsonl"})
         config = config.model_copy(update={"data": data})
     prepared = prepare(config)
     report.stage(_describe(prepared))
@@ -244,10 +246,8 @@ def _record(
     seconds: float,
 ) -> dict[str, Any]:
     """Everything needed to trace the run's figures: configuration, data, curve, versions, commit."""
-    # Paths stay out: a record travels, a path of the machine that trained means nothing elsewhere.
-    document = config.model_dump(mode="json", exclude={"data": {"path", "rejects"}, "titles": True})
     return {
-        "config": document,
+        "config": config.model_dump(mode="json", exclude=PATHS),
         "command": [Path(command[0]).name, *command[1:]],
         "commit": _commit(),
         "data": {"source": config.data.path.name, **prepared.log.summary(), **prepared.split.summary()},
@@ -275,13 +275,17 @@ def _describe(prepared: Prepared) -> str:
 
 
 def _fingerprint(config: RunConfig, log: EventLog) -> str:
-    text = config.model_dump_json(exclude={"data": {"path", "rejects"}, "titles": True}) + log.sha256
+    """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
+    when_to_stop = {"training": {"epochs", "max_seconds", "patience"}}
+    text = config.model_dump_json(exclude=PATHS | when_to_stop) + log.sha256
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _commit() -> str | None:
     """The project's commit, marked when the tree is not clean; None outside a checkout."""
     here = Path(__file__).parent
+    if not (here.parent / ".git").exists():
+        return None  # installed: a repository further up would be another project's
     try:
         described = subprocess.run(
             ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607

@@ -50,7 +50,6 @@ class TerminalReporter:
             console=console,
             transient=True,
         )
-        self._epoch = 1
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -66,13 +65,12 @@ class TerminalReporter:
 
     def step(self, done: int, total: int, loss: float) -> None:
         if not self._progress.tasks:
-            self._progress.add_task(f"epoch {self._epoch}", total=total, loss=loss)
+            self._progress.add_task("this epoch", total=total, loss=loss)
         self._progress.update(self._progress.task_ids[0], completed=done, total=total, loss=loss)
 
     def epoch(self, row: dict[str, float]) -> None:
         if self._progress.tasks:
             self._progress.remove_task(self._progress.task_ids[0])
-        self._epoch = int(row["epoch"]) + 1
         self.stage(
             f"epoch {int(row['epoch']):3d}   loss {row['loss']:.4f}   validation"
             f" HR@10 {row['val_hr@10']:.4f}   NDCG@10 {row['val_ndcg@10']:.4f}   {row['seconds']:.0f} s"

@@ -344,40 +344,49 @@ def _random_rows(model: SASRec, batch: int, length: int, generator: torch.Genera
 
 
 def _ranker_case(model: SASRec, state: Gaussian, history: Tensor, temperature: float) -> GoldenCase:
-    """The list of the two graphs' contract, by torch alone: seen items are neither normalised nor listed."""
-    scale = model.head.shrinkage()
+    """The list of the two graphs' contract, by torch alone: the history is seen, other items are blocked."""
     # Fewer items left than k would fill the list with ties at −inf, whose order says nothing.
     k = min(10, (model.num_items + 1) // 2)
     history = history[:, : model.num_items - k]
-    inputs = {
-        "mean": state.mean,
-        "precision": state.precision,
-        "seen": history,
-        "blocked": history,
-        "k": torch.tensor([k]),
-        "temperature": torch.tensor(temperature),
-        "variance_scale": scale,
-    }
     scores = model.score(state)
-    logit = scores.logit.clone()
-    for row, numbers in enumerate(history):
-        logit[row, numbers[numbers >= FIRST_ITEM] - FIRST_ITEM] = -torch.inf
-    top = logit.topk(k)
-    log_probability = (logit / temperature).log_softmax(-1)
+    # The two best items are blocked, so that mixing up the two inputs cannot pass.
+    blocked = scores.logit.topk(min(2, model.num_items - k)).indices + FIRST_ITEM
+    possible, listable = _without(scores.logit, history), _without(scores.logit, blocked)
+    top = listable.topk(k)
+
+    log_probability = (possible / temperature).log_softmax(-1)
     probability = log_probability.exp()
     squares = model.item_embedding.weight[FIRST_ITEM:][top.indices].square()
     prior = (squares * prior_readout_variance(model)).sum(-1)
     left = (squares * model.head.readout(state).variance[:, None]).sum(-1)
+    inputs = {
+        "mean": state.mean,
+        "precision": state.precision,
+        "seen": history,
+        "blocked": blocked,
+        "k": torch.tensor([k]),
+        "temperature": torch.tensor(temperature),
+        "variance_scale": model.head.shrinkage(),
+    }
     outputs = {
+        "items": top.indices + FIRST_ITEM,
         "logit": top.values,
         "score_mean": scores.mean.gather(1, top.indices),
         "score_variance": scores.variance.gather(1, top.indices),
         "reliability": (1 - left / prior).clamp(0, 1),
-        "log_partition": (logit / temperature).logsumexp(-1),
+        "log_partition": (possible / temperature).logsumexp(-1),
         "entropy": -torch.where(probability > 0, probability * log_probability, 0).sum(-1),
         "mean_precision": state.precision.mean(-1),
     }
     return _case("ranker", inputs, outputs)
+
+
+def _without(logit: Tensor, numbers: Tensor) -> Tensor:
+    """The logits (B,N) with −inf at item numbers (B,X); special tokens among them are skipped."""
+    result = logit.clone()
+    for row, named in enumerate(numbers):
+        result[row, named[named >= FIRST_ITEM] - FIRST_ITEM] = -torch.inf
+    return result
 
 
 def _case(graph: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> GoldenCase:

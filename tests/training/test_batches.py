@@ -62,8 +62,10 @@ def test_every_event_is_a_target_once_after_what_the_window_rule_shows(
         for count in range(len(events))
     ]
 
-    found = predictions_in(training_windows(histories_of(users, weights), max_len))
+    windows = training_windows(histories_of(users, weights), max_len)
+    found = predictions_in(windows)
 
+    assert (windows.num_targets > 0).all()
     # Items are all different, so the target names the event.
     assert sorted(found, key=lambda pair: pair[1]) == sorted(expected, key=lambda pair: pair[1])
 

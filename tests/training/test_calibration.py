@@ -155,6 +155,24 @@ def test_the_planted_weights_of_the_confidence_map_are_found() -> None:
     assert at_zero == pytest.approx(PLANTED_BIAS, abs=0.3)
 
 
+def test_the_map_is_the_maximum_of_the_likelihood_with_a_small_ridge() -> None:
+    predictions, counts, _ = planted(PLANTED, seed=10, num_users=15)
+    features, hit = raw_features(predictions, counts), predictions.hit.ravel()
+    columns = np.stack([features[name].ravel() for name in FEATURES], 1)
+    design = np.c_[(columns - columns.mean(0)) / columns.std(0), np.ones(len(columns))]
+    ridge = np.diag([1.0] * len(FEATURES) + [0.0])
+    expected = np.zeros(len(FEATURES) + 1)
+    for _ in range(20):  # Newton's method, for a concave function of seven variables
+        stated = 1 / (1 + np.exp(-design @ expected))
+        curvature = design.T @ (design * (stated * (1 - stated))[:, None]) + ridge
+        expected -= np.linalg.solve(curvature, design.T @ (stated - hit) + ridge @ expected)
+
+    fitted = calibration.fit_confidence(predictions, counts, 1.0, 1.0, "next_item")
+
+    # The features are float64, the optimiser stops at a relative change of 2e-9 in the loss.
+    assert [*fitted.weights, fitted.bias] == pytest.approx(expected, abs=2e-3)
+
+
 def test_confidences_are_near_the_hit_rates_of_users_not_fitted_on() -> None:
     predictions, counts, _ = planted(PLANTED, seed=2)
     fitted = calibration.fit_confidence(predictions, counts, 1.0, 1.0, "next_item")

@@ -70,8 +70,8 @@ def test_ndcg_by_hand() -> None:
 
 
 def test_ece_by_hand() -> None:
-    # Two bins of two: (.1, .3) with hits (0, 1), gap |.2 - .5|; (.6, .9) with hits (1, 1), gap |.75 - 1|.
-    confidence, hit = np.array([0.9, 0.1, 0.6, 0.3]), np.array([1, 0, 1, 1])
+    # Two bins of two: (.1, .3) with hits (1, 0), gap |.2 - .5|; (.6, .9) with hits (0, 1), gap |.75 - .5|.
+    confidence, hit = np.array([0.9, 0.1, 0.6, 0.3]), np.array([1, 1, 0, 0])
 
     assert metrics.expected_calibration_error(confidence, hit, num_bins=2) == pytest.approx(0.275)
 
