@@ -50,9 +50,7 @@ def main() -> None:
         show(f"After one event: {WATCHED[0]}", recommend(client), items)
         watch(client, items, WATCHED[1:])
         show(f"After five events: … {', '.join(WATCHED[1:])}", recommend(client), items)
-    console.print(
-        f"The bundle is {REGISTRY}/current. `make serve` keeps the service running.", highlight=False
-    )
+    console.print(f"The bundle is {REGISTRY}/current. `make serve` keeps the service running.", highlight=False)
 
 
 def train(interactions: Path, titles: Path) -> None:

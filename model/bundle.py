@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from model.config import FIRST_ITEM, ModelConfig
 
 FORMAT_VERSION = 1
+PARITY_TOLERANCE = 1e-5
+"""|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold")."""
 MANIFEST = "manifest.json"
 FILES = (
     "encoder.onnx",
@@ -101,6 +103,8 @@ class Calibration(Strict):
             raise ValueError("features, mean, std and weights must be of one length")
         if unknown := set(self.features) - set(FEATURES):
             raise ValueError(f"unknown features {sorted(unknown)}; known are {', '.join(FEATURES)}")
+        if any(weight < 0 for name, weight in zip(self.features, self.weights, strict=True) if name == FEATURES[0]):
+            raise ValueError(f"the weight of {FEATURES[0]} is negative; a confidence rises with the probability")
         return self
 
     def confidence(self, features: dict[str, np.ndarray]) -> np.ndarray:
@@ -251,6 +255,50 @@ def golden_arrays(cases: list[GoldenCase]) -> dict[str, np.ndarray]:
     }
 
 
+def golden_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """How far a graph's outputs are from the recorded ones: name → largest |found − expected|/(1 + |expected|).
+
+    Precisions are compared as logarithms; whole numbers must be equal; equal infinities and NaNs agree, others never
+    do. In a list, two items whose logits tie within the tolerance may come in either order, or one for the other at
+    the list's end.
+
+    Raises:
+        ValueError: an output has another shape than was recorded.
+    """
+    for name, wanted in expected.items():
+        if found[name].shape != wanted.shape:
+            raise ValueError(f"output {name} has shape {found[name].shape}, recorded was {wanted.shape}")
+    errors = {name: _errors(name, found[name], wanted) for name, wanted in expected.items()}
+    if "items" in expected:
+        swapped = (found["items"] != expected["items"]) & _tied(expected["logit"])
+        for name, error in errors.items():
+            if error.shape == swapped.shape and name != "logit":
+                errors[name] = np.where(swapped, 0.0, error)
+    return {name: float(error.max(initial=0.0)) for name, error in errors.items()}
+
+
+def _errors(name: str, found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    if np.issubdtype(wanted.dtype, np.integer):
+        return np.where(found == wanted, 0.0, np.inf)
+    a, b = found.astype(np.float64), wanted.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if name.endswith("precision"):
+            a, b = np.log(a), np.log(b)
+        equal = (a == b) | (np.isnan(a) & np.isnan(b))
+        error = np.where(equal, 0.0, np.abs(a - b) / (1 + np.abs(b)))
+    return np.nan_to_num(error, nan=np.inf, posinf=np.inf)
+
+
+def _tied(logit: np.ndarray) -> np.ndarray:
+    """Places of lists (B,M) that are last, padding, or within the tolerance of a neighbour's logit."""
+    logit = logit.astype(np.float64)
+    room = 2 * PARITY_TOLERANCE * (1 + np.abs(logit))
+    with np.errstate(invalid="ignore"):
+        close = np.abs(np.diff(logit, axis=1)) <= room[:, 1:]
+    edge = np.ones((len(logit), 1), bool)
+    return np.asarray(np.hstack([close, edge]) | np.hstack([~edge, close]) | np.isneginf(logit))
+
+
 @dataclass(frozen=True)
 class Bundle:
     """An opened bundle: its folder, and its small documents parsed. Whoever runs the graphs loads them."""
@@ -305,6 +353,10 @@ def open_bundle(folder: Path | str) -> Bundle:
         raise BundleError(
             f"{folder}: items.parquet has {len(items)} items, {MANIFEST} says {manifest.num_items}; re-export"
         )
+    if calibration.event != manifest.event:
+        raise BundleError(
+            f"{folder}: calibration.json is for event {calibration.event}, {MANIFEST} for {manifest.event}; re-export"
+        )
     return Bundle(folder, manifest, calibration, items)
 
 
@@ -335,28 +387,24 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
             if not (staging / name).is_file():
                 raise BundleError(f"{staging}: {name} was not written; the export is incomplete")
             files[name] = FileEntry(sha256=_sha256(staging / name), size_bytes=(staging / name).stat().st_size)
-        document = {
-            **manifest,
-            "format_version": FORMAT_VERSION,
-            "version": _content_hash(manifest, files),
-            "files": files,
-        }
+        fields = {**manifest, "format_version": FORMAT_VERSION, "version": "", "files": files}
         try:
-            parsed = Manifest.model_validate(document)
+            document = json.loads(Manifest.model_validate(fields).model_dump_json())
         except ValidationError as error:
             raise BundleError(f"{parent}: {MANIFEST}, {_first_complaint(error)}; nothing was written") from error
-        (staging / MANIFEST).write_text(parsed.model_dump_json(indent=2) + "\n")
+        document["version"] = _content_hash(document)
+        (staging / MANIFEST).write_text(json.dumps(document, indent=2) + "\n")
         for path in staging.iterdir():
             path.chmod(0o644)  # the service may run as another user
-            _fsync(path)
+            fsync(path)
         staging.chmod(0o755)
-        _fsync(staging)
-        target = parent / parsed.version
+        fsync(staging)
+        target: Path = parent / document["version"]
         if target.exists():
             shutil.rmtree(staging)
         else:
             staging.rename(target)
-            _fsync(parent)
+            fsync(parent)
         return target
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -370,14 +418,18 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder}: no {MANIFEST} here; point to a bundle's folder or to a registry with one published"
         )
     try:
-        found = json.loads(path.read_bytes()).get("format_version")
+        document = json.loads(path.read_bytes())
+        found = document.get("format_version")
     except (ValueError, AttributeError) as error:
         raise BundleError(f"{folder}: {MANIFEST} is not a JSON object; publish the bundle again") from error
     if found != FORMAT_VERSION:
         raise BundleError(
             f"{folder}: {MANIFEST} is of format {found}, this version reads {FORMAT_VERSION}: upgrade, or export again"
         )
-    return _parse(path, Manifest)
+    manifest = _parse(path, Manifest)
+    if manifest.version != _content_hash(document):
+        raise BundleError(f"{folder}: {MANIFEST} was changed after it was written; publish the bundle again")
+    return manifest
 
 
 def _verify_files(folder: Path, manifest: Manifest) -> None:
@@ -407,10 +459,10 @@ def _first_complaint(error: ValidationError) -> str:
     return f"field {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
-def _content_hash(manifest: dict[str, Any], files: dict[str, FileEntry]) -> str:
-    named = {name: entry.sha256 for name, entry in sorted(files.items())}
-    text = json.dumps([named, str(manifest.get("name")), str(manifest.get("lineage"))], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _content_hash(document: dict[str, Any]) -> str:
+    """Of the manifest but its `version`, and through the listed checksums of every file."""
+    content = {key: value for key, value in document.items() if key != "version"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sha256(path: Path) -> str:
@@ -418,7 +470,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Put a file, or a folder's list of names, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -18,7 +18,7 @@ MASK = 3
 FIRST_ITEM = 4
 """Catalogue items are numbered FIRST_ITEM … FIRST_ITEM + N - 1."""
 UNKNOWN_BASE = 2**31
-"""Numbers from here on stand for ids outside the catalogue; the encoder reads them as UNK."""
+"""Numbers from here on stand for ids outside the catalogue; the service shows them to the encoder as UNK."""
 
 
 def window_start(count: int, max_len: int) -> int:

@@ -11,13 +11,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from model.bundle import MANIFEST, BundleError, open_bundle
+from model.bundle import MANIFEST, BundleError, fsync, open_bundle
 
 REGISTRY = "registry.json"
 CURRENT = "current"
+
+Version = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+"""A bundle's content hash, the name of its folder."""
 
 
 class RegistryIndex(BaseModel):
@@ -25,9 +29,9 @@ class RegistryIndex(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    current: str
-    previous: str | None = None
-    history: tuple[str, ...] = ()
+    current: Version
+    previous: Version | None = None
+    history: tuple[Version, ...] = ()
 
 
 def publish(registry: Path, version: str) -> RegistryIndex:
@@ -38,14 +42,7 @@ def publish(registry: Path, version: str) -> RegistryIndex:
     """
     open_bundle(registry / version)
     with _lock(registry):
-        before = read_index(registry)
-        if before is None:
-            return _replace(registry, RegistryIndex(current=version, history=(version,)))
-        if before.current == version:
-            _link(registry, version)
-            return before
-        history = (*before.history, version)
-        return _replace(registry, RegistryIndex(current=version, previous=before.current, history=history))
+        return _make_current(registry, read_index(registry), version)
 
 
 def roll_back(registry: Path) -> RegistryIndex:
@@ -54,10 +51,14 @@ def roll_back(registry: Path) -> RegistryIndex:
     Raises:
         BundleError: there is no previous bundle, or it is damaged.
     """
-    index = read_index(registry)
-    if index is None or index.previous is None:
-        raise BundleError(f"{registry}: no earlier bundle to go back to")
-    return publish(registry, index.previous)
+    if read_index(registry) is None:
+        raise BundleError(f"{registry}: no earlier bundle to go back to; nothing was published here yet")
+    with _lock(registry):
+        index = read_index(registry)
+        if index is None or index.previous is None:
+            raise BundleError(f"{registry}: no earlier bundle to go back to")
+        open_bundle(registry / index.previous)
+        return _make_current(registry, index, index.previous)
 
 
 def read_index(registry: Path) -> RegistryIndex | None:
@@ -90,6 +91,17 @@ def resolve(location: Path | str) -> Path:
     return (folder / index.current).resolve()
 
 
+def _make_current(registry: Path, before: RegistryIndex | None, version: str) -> RegistryIndex:
+    """Make a verified bundle current; the lock is held."""
+    if before is None:
+        return _replace(registry, RegistryIndex(current=version, history=(version,)))
+    if before.current == version:
+        _link(registry, version)
+        return before
+    history = (*before.history, version)
+    return _replace(registry, RegistryIndex(current=version, previous=before.current, history=history))
+
+
 def _replace(registry: Path, index: RegistryIndex) -> RegistryIndex:
     staging = registry / f".{REGISTRY}.{os.getpid()}"
     with staging.open("w") as file:
@@ -97,6 +109,7 @@ def _replace(registry: Path, index: RegistryIndex) -> RegistryIndex:
         file.flush()
         os.fsync(file.fileno())
     staging.replace(registry / REGISTRY)
+    fsync(registry)
     _link(registry, index.current)
     return index
 
@@ -112,6 +125,8 @@ def _link(registry: Path, version: str) -> None:
 @contextmanager
 def _lock(registry: Path) -> Iterator[None]:
     # flock is released by the kernel when its holder dies, so a killed publisher never blocks the next.
+    if not registry.is_dir():
+        raise BundleError(f"{registry}: no such registry; a bundle is published where it lies")
     with (registry / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from model.bundle import BundleError, open_bundle
+from model.bundle import PARITY_TOLERANCE, BundleError, open_bundle
 from model.registry import resolve
-from service.engine import PARITY_TOLERANCE, Engine
+from service.engine import Engine
 from service.errors import StartError
 from service.listeners import serve
 from service.settings import Settings, load_settings

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from model.bundle import Bundle, BundleError, GoldenCase
+from model.bundle import Bundle, BundleError, GoldenCase, golden_errors
 from model.config import BOS, PAD
 from service.batching import Batcher, BatchLimits
 from service.context import RequestContext
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 ENCODER, RANKER = "encoder", "ranker"
 GRAPHS = (ENCODER, RANKER)
-PARITY_TOLERANCE = 1e-5
-"""|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold")."""
 
 _SHORTEST_BUCKET = 8
 _CUDA = "CUDAExecutionProvider"
@@ -199,7 +197,7 @@ class Engine:
     def _case_error(self, case: GoldenCase) -> float:
         try:
             found = self.run(case.graph, case.inputs)
-            return golden_error(found, case.outputs)
+            return max(golden_errors(found, case.outputs).values())
         except Exception as error:
             raise BundleError(
                 f"{self._bundle.folder}: {case.graph}.onnx does not run on golden.npz ({error}); "
@@ -265,48 +263,6 @@ def ranker_inputs(rows: Sequence[RankerRow], num_items: int) -> dict[str, npt.ND
         "blocked": _padded([row.blocked for row in rows]),
         "k": np.array([min(max(row.size for row in rows), num_items)], np.int64),
     }
-
-
-def golden_error(found: Arrays, expected: Arrays) -> float:
-    """Largest |found − expected|/(1 + |expected|) over a graph's outputs.
-
-    Precisions are compared as logarithms. In a list, two items whose logits tie within the tolerance may come
-    in either order, or one for the other at the list's end.
-    """
-    swapped: npt.NDArray[np.bool_] | None = None
-    if {"items", "logit"} <= expected.keys() and found["items"].shape == expected["items"].shape:
-        swapped = (found["items"] != expected["items"]) & _tied(expected["logit"])
-    worst = 0.0
-    for name, wanted in expected.items():
-        error = _errors(name, found[name], wanted)
-        if swapped is not None and wanted.shape == swapped.shape and name != "logit":
-            error = np.where(swapped, 0.0, error)
-        worst = max(worst, float(error.max(initial=0.0)))
-    return worst
-
-
-def _errors(name: str, found: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    if found.shape != wanted.shape:
-        raise ValueError(f"output {name} has shape {found.shape}, expected {wanted.shape}")
-    if np.issubdtype(wanted.dtype, np.integer):
-        return np.where(found == wanted, 0.0, np.inf)
-    a, b = found.astype(np.float64), wanted.astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        if name.endswith("precision"):
-            a, b = np.log(a), np.log(b)
-        equal = (a == b) | (np.isnan(a) & np.isnan(b))
-        error = np.where(equal, 0.0, np.abs(a - b) / (1 + np.abs(b)))
-    return np.nan_to_num(error, nan=np.inf, posinf=np.inf)
-
-
-def _tied(logit: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Places of a list (B,M) that are last, padding, or within the tolerance of a neighbour's logit."""
-    room = 2 * PARITY_TOLERANCE * (1 + np.abs(logit.astype(np.float64)))
-    with np.errstate(invalid="ignore"):
-        close = np.abs(np.diff(logit.astype(np.float64), axis=1)) <= room[:, 1:]
-    edge = np.ones((len(logit), 1), bool)
-    tied: npt.NDArray[np.bool_] = np.hstack([close, edge]) | np.hstack([~edge, close]) | np.isneginf(logit)
-    return tied
 
 
 def _padded(rows: Sequence[Numbers]) -> Numbers:

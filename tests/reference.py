@@ -140,9 +140,7 @@ def item_precision(intercept: float, slope: float, training_count: Array, offset
     return np.exp(intercept + slope * np.log1p(training_count) + offset)
 
 
-def initial_precision(
-    item_precision_V: Array, items_BT: NDArray[np.int64], weights_BT: Array, width: int
-) -> Array:
+def initial_precision(item_precision_V: Array, items_BT: NDArray[np.int64], weights_BT: Array, width: int) -> Array:
     """λ_{t,d} = τ_{item(t)}·w_t, the same for every d; 0 at padding ("Layer 0"). Returns (B,T,D)."""
     batch, length = items_BT.shape
     precision_BTD = np.zeros((batch, length, width))
@@ -225,9 +223,7 @@ def observation_precision(reml_variance: Array, effective_sample_size: Array, ou
 # --- math.md §2, "Update" -----------------------------------------------------------------------------------
 
 
-def update(
-    prior_mean: Array, prior_precision: Array, innovation: Array, observation_precision: Array
-) -> Posterior:
+def update(prior_mean: Array, prior_precision: Array, innovation: Array, observation_precision: Array) -> Posterior:
     """K = λ^obs/(λ + λ^obs); h' = h + K∘innovation; λ' = λ + λ^obs (math.md §2). All of one shape."""
     total = prior_precision + observation_precision
     gain = np.divide(observation_precision, total, out=np.zeros_like(total), where=total > 0)
@@ -325,9 +321,7 @@ def split_heads(x_BTD: Array, num_heads: int) -> Array:
     return x_BTD.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)
 
 
-def attention_inputs(
-    layer: Params, mean_BTD: Array, num_heads: int, ln_eps: float
-) -> tuple[Array, Array, Array]:
+def attention_inputs(layer: Params, mean_BTD: Array, num_heads: int, ln_eps: float) -> tuple[Array, Array, Array]:
     """query, key, value (B,H,T,C) from the normalised state (Pre-LN)."""
     normed = layer_norm(mean_BTD, layer["attention_norm_weight"], layer["attention_norm_bias"], ln_eps)
     query, key, value = (
@@ -413,14 +407,10 @@ def forward_positions(
         if length == 0:
             continue
         row = items[b : b + 1, :length]
-        state = Gaussian(
-            embed(params, row[0]), initial_precision(tau_V, row, weights[b : b + 1, :length], width)
-        )
+        state = Gaussian(embed(params, row[0]), initial_precision(tau_V, row, weights[b : b + 1, :length], width))
         causal = np.tril(np.ones((1, length, length), dtype=bool))
         for layer in range(num_layers(params)):
-            state = filtering_block(
-                layer_params(params, layer), state, causal, num_heads, ln_eps, shrinkage_dof
-            )
+            state = filtering_block(layer_params(params, layer), state, causal, num_heads, ln_eps, shrinkage_dof)
         mean_BTD[b, :length], precision_BTD[b, :length] = state.mean[0], state.precision[0]
     return Gaussian(mean_BTD, precision_BTD)
 
@@ -438,9 +428,7 @@ def forward(
     return Gaussian(last_real(states.mean, items), last_real(states.precision, items))
 
 
-def plain_forward_positions(
-    params: Params, items: NDArray[np.int64], num_heads: int, ln_eps: float = LN_EPS
-) -> Array:
+def plain_forward_positions(params: Params, items: NDArray[np.int64], num_heads: int, ln_eps: float = LN_EPS) -> Array:
     """Plain Pre-LN SASRec ("The switch": off) before LN_f, at every position: (B,T,D), 0 at padding."""
     hidden_BTD = np.zeros((*items.shape, params["token_embedding"].shape[1]))
     for b in range(items.shape[0]):
@@ -472,14 +460,10 @@ def last_real(values_BTD: Array, items: NDArray[np.int64]) -> Array:
 # --- math.md, "Scoring and its uncertainty" -----------------------------------------------------------------
 
 
-def final_state(
-    mean: Array, precision: Array, ln_weight: Array, ln_bias: Array, ln_eps: float = LN_EPS
-) -> FinalState:
+def final_state(mean: Array, precision: Array, ln_weight: Array, ln_bias: Array, ln_eps: float = LN_EPS) -> FinalState:
     """z = LN_f(h), ρ_d = γ_d²/(s²·λ_d), for one user (D,) or many (…,D); s as in `layer_norm`."""
     deviation_squared = mean.var(axis=-1, keepdims=True) + ln_eps
-    return FinalState(
-        layer_norm(mean, ln_weight, ln_bias, ln_eps), ln_weight**2 / (deviation_squared * precision)
-    )
+    return FinalState(layer_norm(mean, ln_weight, ln_bias, ln_eps), ln_weight**2 / (deviation_squared * precision))
 
 
 def candidate_variance(training_count: Array, intercept: float, slope_raw: float) -> Array:
@@ -534,9 +518,7 @@ def score_catalogue(
     ln_eps: float = LN_EPS,
 ) -> CatalogueScores:
     """Every item for one user whose last state is `mean`, `precision` (D,); `seen` is (N,)."""
-    user, user_variance = final_state(
-        mean, precision, params["final_norm_weight"], params["final_norm_bias"], ln_eps
-    )
+    user, user_variance = final_state(mean, precision, params["final_norm_weight"], params["final_norm_bias"], ln_eps)
     item_embedding = params["token_embedding"][FIRST_ITEM:]
     item_variance = candidate_variance(
         params["training_count"][FIRST_ITEM:],

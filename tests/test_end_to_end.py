@@ -94,9 +94,7 @@ def test_the_planted_next_item_is_ranked_first_over_http(server: Server, success
     assert hits / NUM_ITEMS > 0.9
 
 
-def test_a_certain_next_item_has_high_confidence_and_the_others_low(
-    server: Server, successor: dict[str, str]
-) -> None:
+def test_a_certain_next_item_has_high_confidence_and_the_others_low(server: Server, successor: dict[str, str]) -> None:
     items = chain(successor, "film 7", 6)
 
     answer = server.recommend(history=[{"item_id": item} for item in items], num_results=2)
@@ -109,8 +107,7 @@ def test_a_certain_next_item_has_high_confidence_and_the_others_low(
 def test_a_user_with_700_events_gets_no_seen_item_back(server: Server, successor: dict[str, str]) -> None:
     items = chain(successor, "film 0", LONG_USER_ITEMS)
     events = [
-        {"user_id": LONG_USER, "item_id": items[step % LONG_USER_ITEMS], "event_id": str(step)}
-        for step in range(700)
+        {"user_id": LONG_USER, "item_id": items[step % LONG_USER_ITEMS], "event_id": str(step)} for step in range(700)
     ]
     results = server.append(*events[:350]) + server.append(*events[350:])
     assert {result["status"] for result in results} == {"accepted"}

@@ -68,9 +68,7 @@ def installed_for(*extras: str) -> dict[str, str]:
             distribution = importlib.metadata.distribution(name)
             found[name] = Version(distribution.version).public
             needs = [Requirement(line) for line in distribution.requires or ()]
-            waiting += [
-                need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})
-            ]
+            waiting += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
     return found
 
 
@@ -171,9 +169,7 @@ def test_the_import_contract_breaks_on(file: str, line: str, broken: str, tmp_pa
 
 
 def test_the_service_starts_without_importing_torch():
-    code = (
-        "import sys, service.app, service.cli; sys.exit('torch' in sys.modules or 'training' in sys.modules)"
-    )
+    code = "import sys, service.app, service.cli; sys.exit('torch' in sys.modules or 'training' in sys.modules)"
 
     result = run(sys.executable, "-c", code)
 

@@ -44,7 +44,7 @@ from training.tables import DataError
 
 REPEAT_SHARE = 0.01
 """`event: auto` means `next_item` when more than this share of the validation targets were had before."""
-PATHS = {"data": {"path", "rejects"}, "titles": True}
+PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True}
 """What a record leaves out of the configuration: paths mean nothing on another machine."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
 
@@ -276,7 +276,7 @@ def _describe(prepared: Prepared) -> str:
 
 def _fingerprint(config: RunConfig, log: EventLog) -> str:
     """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
-    when_to_stop = {"training": {"epochs", "max_seconds", "patience"}}
+    when_to_stop: dict[str, Any] = {"training": {"epochs", "max_seconds", "patience"}}
     text = config.model_dump_json(exclude=PATHS | when_to_stop) + log.sha256
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

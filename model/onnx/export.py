@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnxruntime
 import torch
 from torch import Tensor, nn
 
 from model import filtering
-from model.bundle import GoldenCase
+from model.bundle import PARITY_TOLERANCE, BundleError, GoldenCase, golden_errors
 from model.config import BOS, FIRST_ITEM, PAD, UNK
 from model.filtering import Gaussian
 from model.layers import Steps
@@ -22,12 +21,10 @@ from model.onnx.functions import EmittedSteps, attach_bodies, emit_gaussian_top_
 from model.sasrec import SASRec
 
 OPSET = 21
-TOLERANCE = 1e-5
-"""|a−b| ≤ tolerance·(1+|b|), precisions compared as log λ (math.md, "What must hold")."""
 BATCH_SIZES = (1, 2, 5)
 
 
-class ExportError(Exception):
+class ExportError(BundleError):
     """The exported graph does not say what the torch model says."""
 
 
@@ -168,7 +165,7 @@ def check_parity(folder: Path, cases: Sequence[GoldenCase]) -> float:
         the largest |a−b|/(1+|b|) over all outputs, precisions as log λ.
 
     Raises:
-        ExportError: it exceeds `TOLERANCE`.
+        ExportError: it exceeds `PARITY_TOLERANCE`.
     """
     sessions = {
         graph: onnxruntime.InferenceSession(folder / f"{graph}.onnx", providers=["CPUExecutionProvider"])
@@ -177,28 +174,15 @@ def check_parity(folder: Path, cases: Sequence[GoldenCase]) -> float:
     largest = 0.0
     for case in cases:
         found = sessions[case.graph].run(list(case.outputs), case.inputs)
-        for (name, expected), actual in zip(case.outputs.items(), found, strict=True):
-            error = relative_error(name, actual, expected)
-            if not error <= TOLERANCE:
+        errors = golden_errors(dict(zip(case.outputs, found, strict=True)), case.outputs)
+        for name, error in errors.items():
+            if not error <= PARITY_TOLERANCE:
                 raise ExportError(
-                    f"{case.graph}.onnx: output {name} of shape {expected.shape} differs from torch by "
-                    f"{error:.2g} (allowed {TOLERANCE:g}); the bundle was not written"
+                    f"{case.graph}.onnx: output {name} of shape {case.outputs[name].shape} differs from torch by "
+                    f"{error:.2g} (allowed {PARITY_TOLERANCE:g}); the bundle was not written"
                 )
             largest = max(largest, error)
     return largest
-
-
-def relative_error(name: str, actual: np.ndarray, expected: np.ndarray) -> float:
-    """Largest |a−b|/(1+|b|), precisions as logarithms; equal infinities and NaNs agree, others never do."""
-    if actual.shape != expected.shape:
-        return float("inf")
-    if "precision" in name:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            actual, expected = np.log(actual), np.log(expected)
-    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-    with np.errstate(invalid="ignore"):
-        error = np.where(same, 0.0, np.abs(actual - expected) / (1 + np.abs(expected)))
-    return float(np.nan_to_num(error, nan=np.inf, posinf=np.inf).max(initial=0.0))
 
 
 @dataclass(frozen=True)

@@ -224,9 +224,7 @@ class RedisStore:
         fields = [f"n{number}" for number in numbers]
         item_ids = await self._send(self._client.execute_command("HMGET", scripts.UNKNOWN_KEY, *fields))
         return {
-            number: item_id.decode()
-            for number, item_id in zip(numbers, item_ids, strict=True)
-            if item_id is not None
+            number: item_id.decode() for number, item_id in zip(numbers, item_ids, strict=True) if item_id is not None
         }
 
     async def register_model(self, model_version: str) -> None:

@@ -22,7 +22,6 @@ from service.engine import (
     State,
     choose_provider,
     encoder_inputs,
-    golden_error,
     length_buckets,
     ranker_inputs,
     refuse_two_runtimes,
@@ -143,45 +142,6 @@ async def test_a_score_that_is_no_number_is_an_error_and_not_an_answer(tiny: Pat
 
 
 # ---- parity ----------------------------------------------------------------------------------------------
-
-
-def ranker_outputs(items: list[int], logit: list[float], score: list[float]) -> dict[str, np.ndarray]:
-    return {
-        "items": np.array([items]),
-        "logit": np.array([logit], np.float32),
-        "score_mean": np.array([score], np.float32),
-    }
-
-
-def test_the_error_is_relative_and_of_precisions_logarithmic() -> None:
-    expected = {"mean": np.array([9.0]), "precision": np.array([1e6])}
-
-    assert golden_error({"mean": np.array([10.0]), "precision": np.array([1e6])}, expected) == pytest.approx(0.1)
-    doubled = golden_error({"mean": np.array([9.0]), "precision": np.array([2e6])}, expected)
-    assert doubled == pytest.approx(np.log(2) / (1 + np.log(1e6)))
-
-
-def test_equal_infinities_and_nans_are_no_error_and_a_lone_one_is() -> None:
-    strange = {"x": np.array([np.inf, np.nan, -np.inf])}
-
-    assert golden_error(strange, strange) == 0
-    assert golden_error({"x": np.array([np.inf, 1.0, -np.inf])}, strange) == np.inf
-    assert golden_error({"x": np.array([np.nan])}, {"x": np.array([0.0])}) == np.inf
-
-
-def test_items_in_another_order_are_an_error_unless_their_logits_tie() -> None:
-    expected = ranker_outputs([7, 8, 9], [3.0, 2.0, 1.0], [30.0, 20.0, 10.0])
-    swapped = ranker_outputs([8, 7, 9], [3.0, 2.0, 1.0], [20.0, 30.0, 10.0])
-    tied = ranker_outputs([7, 8, 9], [2.00001, 2.0, 1.0], [30.0, 20.0, 10.0])
-    tied_swapped = ranker_outputs([8, 7, 9], [2.00001, 2.0, 1.0], [20.0, 30.0, 10.0])
-
-    assert golden_error(swapped, expected) == np.inf
-    assert golden_error(tied_swapped, tied) == 0
-
-
-def test_a_shape_that_differs_is_told() -> None:
-    with pytest.raises(ValueError, match=r"output x has shape \(2,\), expected \(1,\)"):
-        golden_error({"x": np.zeros(2)}, {"x": np.zeros(1)})
 
 
 # ---- provider --------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_seen_items_leave_normaliser_and_list_when_the_event_is_a_new_item(bundl
 
 
 def test_seen_items_stay_in_the_normaliser_when_the_event_is_any_item(tiny: Path, tmp_path: Path) -> None:
-    bundle = open_bundle(variant(tiny, tmp_path, calibrated_for("next_item")))
+    bundle = open_bundle(variant(tiny, tmp_path, calibrated_for("next_item"), event="next_item"))
 
     chosen = filters(history(2, 4, seen=np.array([5, 6])), bundle, exclude_seen=True, exclude=[], allow=None)
 

@@ -233,9 +233,7 @@ async def test_exact_append_keeps_the_epoch_also_at_an_equal_timestamp(world: Wo
         pytest.param(event(99, 5), [99, 11, 12, 13], id="before the first, when all are kept"),
     ],
 )
-async def test_late_event_is_inserted_by_time_and_raises_the_epoch(
-    world: World, late: Event, items: list[int]
-):
+async def test_late_event_is_inserted_by_time_and_raises_the_epoch(world: World, late: Event, items: list[int]):
     store = world.open()
     await store.append(ANN, [event(11, 10), event(12, 20), event(13, 30)])
     before = (await store.load(ANN, VERSION)).record
@@ -415,9 +413,7 @@ async def test_item_seen_again_takes_no_second_place(world: World):
 
 async def test_outbox_tells_each_accepted_event_in_full(world: World):
     store = world.open()
-    full = event(
-        10, 7, weight=0.3, type="click", event_id="e1", recommendation_id="b014-r", identity=identity(1)
-    )
+    full = event(10, 7, weight=0.3, type="click", event_id="e1", recommendation_id="b014-r", identity=identity(1))
 
     await store.append(ANN, [full, full])
     await store.append(Subject("session", "ann"), [event(11, 8)])
@@ -583,9 +579,7 @@ async def test_erasure_takes_no_entry_of_anyone_else_from_the_stream(world: Worl
 
     await store.erase("ann")
 
-    rest = [
-        (entry["kind"], entry.get("user_id"), entry.get("session_id")) for entry in world.outbox(store, "ann")
-    ]
+    rest = [(entry["kind"], entry.get("user_id"), entry.get("session_id")) for entry in world.outbox(store, "ann")]
     assert rest == [("event", None, "ann"), ("erase", same_bucket, None), ("erase", "ann", None)]
 
 
@@ -842,9 +836,7 @@ async def test_all_keys_of_a_subject_lie_in_one_slot(valkey_cluster_url: str):
     with redis.Redis.from_url(valkey_cluster_url) as client:
         for subject in (Subject("user", "a{b}c"), Subject("session", "x:1")):
             keys = SubjectKeys.of(subject)
-            slots = {
-                client.execute_command("CLUSTER", "KEYSLOT", key) for key in (*keys, keys.state(VERSION))
-            }
+            slots = {client.execute_command("CLUSTER", "KEYSLOT", key) for key in (*keys, keys.state(VERSION))}
             assert len(slots) == 1
 
 
@@ -972,9 +964,7 @@ async def test_erasure_finds_the_states_of_every_version_and_the_slates(server: 
     assert left == {prefix + "x:ann", prefix + "ev", prefix + "r:r3", "bft:1:models"}
 
 
-async def test_interrupted_erasure_is_completed_by_its_repetition(
-    server: World, monkeypatch: pytest.MonkeyPatch
-):
+async def test_interrupted_erasure_is_completed_by_its_repetition(server: World, monkeypatch: pytest.MonkeyPatch):
     store = server.open()
     await store.append(ANN, [event(10, 1)])
     await store.save_state(ANN, VERSION, state(1, await epoch_of(store, ANN)))
@@ -1057,9 +1047,7 @@ async def test_frozen_server_is_unavailable_within_the_time_out_and_back_after_i
     assert history(await patient.load(ANN, VERSION)).count == 1
 
 
-async def test_append_repeated_after_a_time_out_counts_once(
-    server: World, freeze: Callable[[], Callable[[], None]]
-):
+async def test_append_repeated_after_a_time_out_counts_once(server: World, freeze: Callable[[], Callable[[], None]]):
     store, patient = server.open(timeout_ms=50), server.open()
     await store.ping()
     once = event(10, 1, identity=identity(1))
@@ -1145,9 +1133,7 @@ class SideBySide(RuleBasedStateMachine):
     def start(self) -> None:
         self.clock = Clock()
         self.memory = MemoryStore(lineage="toys", limits=SMALL, clock=self.clock)
-        self.server = RedisStore(
-            self.url, lineage="toys", limits=SMALL, timeout_ms=PATIENT_MS, clock=self.clock
-        )
+        self.server = RedisStore(self.url, lineage="toys", limits=SMALL, timeout_ms=PATIENT_MS, clock=self.clock)
         self.client = redis.Redis.from_url(self.url)
         self.client.flushall()
 
@@ -1216,9 +1202,7 @@ class SideBySide(RuleBasedStateMachine):
     @invariant()
     def both_hold_the_same(self) -> None:
         for subject in SUBJECTS:
-            in_memory, in_server = (
-                self.runner.run(store.load(subject, "v1")) for store in (self.memory, self.server)
-            )
+            in_memory, in_server = (self.runner.run(store.load(subject, "v1")) for store in (self.memory, self.server))
             assert plain(in_memory) == plain(in_server)
         for bucket_name in {bucket(subject.id) for subject in SUBJECTS}:
             assert self.memory.outbox_entries(bucket_name) == outbox_in(self.client, bucket_name)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from model import registry
 from model.bundle import open_bundle
+from tests.model import stand_ins
 from tests.training.conftest import BAD_ROWS, TrainedRun, bft_train
 from training.cli import app
 from training.config import RunConfig
@@ -155,7 +156,16 @@ def test_a_log_may_be_read_in_another_way_than_the_one_trained_on(trained: Train
     other = tmp_path / "other.csv"
     other.write_text("user_id,item_id,timestamp\n" + "".join(f"{u},{i},{t}\n" for u, i, t, _ in lines))
 
-    result = invoke("evaluate", "--bundle", trained.registry, "--data", other, "max_bad_share=0.5", "--json")
+    result = invoke(
+        "evaluate",
+        "--bundle",
+        trained.registry,
+        "--data",
+        other,
+        "weight_map=null",
+        "columns.user_id=user_id",
+        "--json",
+    )
 
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["users"] == 200
@@ -198,7 +208,7 @@ def failed(result: Result) -> str:
         (["train", "--data", "{log}"], "has no column 'user_id'"),
         (["train", "--config", "{config}", "--data", "{log}", "data.max_bad_share=0"], "max_bad_share"),
         (["train", "--config", "{config}", "--data", "{log}", "titles=nowhere.csv"], "nowhere.csv is not a titles"),
-        (["train"], "data: Field required"),
+        (["train"], "no interaction log is named; give it with --data FILE"),
         (["evaluate", "--bundle", "{tmp}", "--data", "{log}"], "neither a bundle"),
         (["evaluate", "--bundle", "{registry}", "--data", "nowhere.csv"], "nowhere.csv does not exist"),
         (["evaluate", "--bundle", "{registry}", "--data", "{strange}"], "leaves nothing for test"),
@@ -260,9 +270,9 @@ def two_bundles(trained: TrainedRun, tmp_path: Path) -> tuple[Path, str, str]:
     copy = tmp_path / "registry"
     shutil.copytree(trained.registry, copy, symlinks=True)
     older = Path(trained.figures["bundle"]).name
-    shutil.copytree(copy / older, copy / "second")
-    registry.publish(copy, "second")
-    return copy, older, "second"
+    newer = stand_ins.write(copy).name
+    registry.publish(copy, newer)
+    return copy, older, newer
 
 
 def test_show_names_the_current_the_previous_and_all_bundles(two_bundles: tuple[Path, str, str]) -> None:

@@ -151,7 +151,7 @@ def test_a_file_that_is_no_mapping_is_refused(text: str, message: str, tmp_path:
 
 
 def test_a_missing_log_is_named() -> None:
-    with pytest.raises(ConfigError, match="data: Field required"):
+    with pytest.raises(ConfigError, match="no interaction log is named; give it with --data FILE"):
         load_config(None)
 
 
