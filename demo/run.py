@@ -44,7 +44,6 @@ def main() -> None:
         running_service(port, ops_port, OUT / "service.log") as address,
         httpx.Client(base_url=address) as client,
     ):
-        client.delete(f"/v1/users/{USER}")
         show("Nobody has seen this user", recommend(client), items)
         watch(client, items, WATCHED[:1])
         show(f"After one event: {WATCHED[0]}", recommend(client), items)
