@@ -230,8 +230,8 @@ def _predict_chunk(scored: ScoredUsers, targets: Targets, temperature: float, k:
 
 def _intervals(ranks_U: np.ndarray, popularity_U: np.ndarray) -> dict[str, tuple[float, float]]:
     result = {}
-    for name, per_user in (("hr@10", metrics.hit_rate), ("ndcg@10", metrics.ndcg)):
-        values, baseline = per_user(ranks_U, 10), per_user(popularity_U, 10)
+    baseline = metrics.per_user_metrics(popularity_U)
+    for name, values in metrics.per_user_metrics(ranks_U).items():
         result[name] = metrics.bootstrap_interval(values)
-        result[f"{name} minus popularity"] = metrics.bootstrap_interval(values - baseline)
+        result[f"{name} minus popularity"] = metrics.bootstrap_interval(values - baseline[name])
     return result

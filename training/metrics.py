@@ -40,10 +40,15 @@ def ndcg(ranks_U: np.ndarray, k: int) -> np.ndarray:
     return np.where(ranks_U <= k, 1 / np.log2(1 + ranks_U), 0.0)
 
 
+def per_user_metrics(ranks_U: np.ndarray) -> dict[str, np.ndarray]:
+    """HR and NDCG at 5, 10, 20 of each user: `hr@5` → (U,), and so on."""
+    measures = {"hr": hit_rate, "ndcg": ndcg}
+    return {f"{name}@{k}": per_user(ranks_U, k) for name, per_user in measures.items() for k in CUTOFFS}
+
+
 def ranking_metrics(ranks_U: np.ndarray) -> dict[str, float]:
     """Mean HR and NDCG at 5, 10, 20."""
-    measures = {"hr": hit_rate, "ndcg": ndcg}
-    return {f"{name}@{k}": float(per_user(ranks_U, k).mean()) for name, per_user in measures.items() for k in CUTOFFS}
+    return {name: float(values.mean()) for name, values in per_user_metrics(ranks_U).items()}
 
 
 def bootstrap_interval(values_U: np.ndarray, seed: int = 0, level: float = 0.95) -> tuple[float, float]:

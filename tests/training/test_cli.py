@@ -59,7 +59,8 @@ def test_json_on_standard_output_has_every_test_figure(trained: TrainedRun) -> N
 
     assert {*RANKING, "nll", "ece@10", "brier_skill@10", "users", "ece_null_interval"} <= set(figures)
     assert set(figures["popularity"]) == set(RANKING)
-    assert set(figures["intervals"]) >= {"hr@10", "ndcg@10 minus popularity"}
+    cutoffs = [f"{name}@{k}" for name in ("hr", "ndcg") for k in (5, 10, 20)]
+    assert set(figures["intervals"]) == {*cutoffs, *(f"{name} minus popularity" for name in cutoffs)}
     assert all(math.isfinite(figures[name]) for name in (*RANKING, "nll", "ece@10", "brier_skill@10"))
     # The next item is one of the two after the last; popularity knows nothing of that.
     assert figures["hr@10"] > 0.9 > figures["popularity"]["hr@10"]
@@ -156,16 +157,8 @@ def test_a_log_may_be_read_in_another_way_than_the_one_trained_on(trained: Train
     other = tmp_path / "other.csv"
     other.write_text("user_id,item_id,timestamp\n" + "".join(f"{u},{i},{t}\n" for u, i, t, _ in lines))
 
-    result = invoke(
-        "evaluate",
-        "--bundle",
-        trained.registry,
-        "--data",
-        other,
-        "weight_map=null",
-        "columns.user_id=user_id",
-        "--json",
-    )
+    how = ["weight_map=null", "columns={}"]
+    result = invoke("evaluate", "--bundle", trained.registry, "--data", other, *how, "--json")
 
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["users"] == 200
