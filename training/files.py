@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from model.bundle import fsync
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to `path` in one step: a reader sees the old file or the new one, nothing between.
@@ -25,13 +27,5 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
     # Without it a power cut may forget the rename although the file's bytes are on the disk.
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    fsync(path.parent)
