@@ -1,6 +1,7 @@
 """`bft-train`: train a model from an interaction log, judge it, fetch data, manage the registry."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
 registry_app = typer.Typer(no_args_is_help=True, help="Published bundles: which one is current, and going back.")
 app.add_typer(data_app, name="data")
 app.add_typer(registry_app, name="registry")
+
+# Read when torch is imported, below. A thread that waits for the others sleeps instead of spinning: with other work on
+# the same cores, spinning made an epoch of the demo nine times longer.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry's folder.")]
