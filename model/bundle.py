@@ -29,7 +29,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from model.config import FIRST_ITEM, ModelConfig
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PARITY_TOLERANCE = 1e-5
 """|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold")."""
 MANIFEST = "manifest.json"

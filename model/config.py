@@ -44,7 +44,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    backbone: Literal["sasrec"] = "sasrec"
+    backbone: Literal["sasrec", "bert4rec", "hstu"] = "sasrec"
     filtering: bool = True
     """`on`: precision-aware layers; `off`: the plain backbone."""
     max_len: int = Field(default=50, ge=2, le=4096)
@@ -57,6 +57,8 @@ class ModelConfig(BaseModel):
     """On embeddings, innovation and feed-forward output: the mean path only."""
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """On the kriging weights of the mean path; spread and sample size use the undropped weights."""
+    initial_precision: Literal["table", "mlp"] = "table"
+    """One learned scalar per item, or a network on its embedding, which also serves never-trained items."""
     min_input_count: int = Field(default=1, ge=0)
     """An item with fewer training uses is read as UNK: nothing was learned about it as an input."""
     process_noise_init: float = Field(default=0.02, gt=0.0, le=10.0)

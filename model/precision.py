@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from model.config import FIRST_ITEM, PAD
+from model.config import FIRST_ITEM, PAD, ModelConfig
 
 
-class InitialPrecision(nn.Module):
+class PrecisionTable(nn.Module):
     """One learned precision per item, with shared frequency terms (math.md, Layer 0 [P], [O]).
 
         λ_{t,d} = τ_{item(t)}·w_t      τ_i = exp(θ_i)      θ_i = a + b·log(1+n_i) + δ_i
@@ -32,12 +32,41 @@ class InitialPrecision(nn.Module):
         """τ of every number, special tokens first: (FIRST_ITEM + N,) > 0."""
         return (self.level + self.frequency_slope * self.log_count + self.deviation).exp()
 
-    def forward(self, items_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    def forward(self, items_BT: Tensor, weights_BT: Tensor, embedding_VD: Tensor) -> Tensor:
         """Precision (B,T) of each position; 1 on padding, where the attention mask hides it.
 
         Args:
             items_BT: item numbers.
-            weights_BT: event weights > 0; 1 on special tokens, any finite number on padding.
+            weights_BT: event weights > 0; 1 on special tokens, anything finite on padding.
+            embedding_VD: the item table; not read.
         """
-        precision = self.item_precision()[items_BT] * weights_BT
-        return torch.where(items_BT == PAD, 1, precision)
+        return torch.where(items_BT == PAD, 1, self.item_precision()[items_BT] * weights_BT)
+
+
+class PrecisionNetwork(nn.Module):
+    """τ = exp(MLP(embedding)): gives a precision to items that were never trained (math.md, Layer 0 [P]).
+
+    The last layer starts at 0, so every item starts at τ = 1.
+
+    Args:
+        width: D.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.outer = nn.Linear(width, 1)
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def forward(self, items_BT: Tensor, weights_BT: Tensor, embedding_VD: Tensor) -> Tensor:
+        """As `PrecisionTable.forward`, from the embeddings of the positions' items."""
+        hidden = nn.functional.gelu(self.inner(embedding_VD[items_BT]))
+        return torch.where(items_BT == PAD, 1, self.outer(hidden).squeeze(-1).exp() * weights_BT)
+
+
+def initial_precision(config: ModelConfig, training_counts: Tensor) -> nn.Module:
+    """The form of initial precision that the configuration asks for."""
+    if config.initial_precision == "table":
+        return PrecisionTable(training_counts)
+    return PrecisionNetwork(config.width)

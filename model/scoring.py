@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.config import ModelConfig
 from model.filtering import Gaussian
 
 
@@ -31,15 +32,14 @@ class GaussianHead(nn.Module):
     """The scoring head: LN_f and three learned scalars (math.md, "Scoring and its uncertainty" [O]).
 
     Args:
-        width: D.
-        filtering: False gives the plain head, the inner product alone, which has no variance to weigh.
+        config: `width` and `filtering`; without filtering the head is the inner product alone.
     """
 
-    def __init__(self, width: int, filtering: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.filtering = filtering
-        if filtering:
+        self.norm = nn.LayerNorm(config.width)
+        self.filtering = config.filtering
+        if config.filtering:
             self.candidate_level = nn.Parameter(torch.zeros(()))
             self.candidate_slope = nn.Parameter(torch.zeros(()))
             self.variance_scale = nn.Parameter(torch.zeros(()))

@@ -44,6 +44,8 @@ class EncoderRow:
     """(T,) item numbers; T ≥ 1."""
     weights: Floats
     """(T,) > 0; 1 on BOS."""
+    timestamps: npt.NDArray[np.float64]
+    """(T,) seconds; NaN where there is none, as on BOS."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +177,7 @@ class Engine:
     def warm(self) -> None:
         """Run each length bucket alone and in a full batch, so that no caller pays for first shapes."""
         for length in length_buckets(self.max_positions):
-            row = EncoderRow(np.full(length, BOS, np.int64), np.ones(length, np.float32))
+            row = EncoderRow(np.full(length, BOS, np.int64), np.ones(length, np.float32), np.full(length, np.nan))
             state = self.run_rows(ENCODER, [row])[0]
             self.run_rows(ENCODER, [row] * self._max_batch_rows)
         nothing = np.empty(0, np.int64)
@@ -248,10 +250,12 @@ def encoder_inputs(rows: Sequence[EncoderRow], max_positions: int) -> dict[str, 
     length = next(bucket for bucket in length_buckets(max_positions) if bucket >= longest)
     items = np.full((len(rows), length), PAD, np.int64)
     weights = np.ones((len(rows), length), np.float32)
+    timestamps = np.full((len(rows), length), np.nan)
     for index, row in enumerate(rows):
         items[index, : len(row.items)] = row.items
         weights[index, : len(row.weights)] = row.weights
-    return {"items": items, "weights": weights}
+        timestamps[index, : len(row.timestamps)] = row.timestamps
+    return {"items": items, "weights": weights, "timestamps": timestamps}
 
 
 def ranker_inputs(rows: Sequence[RankerRow], num_items: int) -> dict[str, npt.NDArray[Any]]:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 2.0
 
-_NOBODY_ROW = EncoderRow(np.array([BOS], np.int64), np.ones(1, np.float32))
+_NOBODY_ROW = EncoderRow(np.array([BOS], np.int64), np.ones(1, np.float32), np.full(1, np.nan))
 _NO_ITEMS = np.empty(0, np.int64)
 
 

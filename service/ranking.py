@@ -25,11 +25,13 @@ class History:
     """(K,) the last ones, oldest first; UNK for items that the catalogue does not know."""
     weights: npt.NDArray[np.float32]
     """(K,) > 0."""
+    timestamps: npt.NDArray[np.float64]
+    """(K,) seconds; NaN where an event was told without one."""
     seen: Numbers
     """(S,) sorted catalogue numbers of items ever had."""
 
 
-NO_HISTORY = History(0, np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int64))
+NO_HISTORY = History(0, np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +80,7 @@ def encoder_row(history: History, max_len: int) -> EncoderRow:
     return EncoderRow(
         items=np.concatenate([[BOS], history.items[start:]]).astype(np.int64),
         weights=np.concatenate([[1.0], history.weights[start:]]).astype(np.float32),
+        timestamps=np.concatenate([[np.nan], history.timestamps[start:]]),
     )
 
 

@@ -88,6 +88,7 @@ class Subjects:
             count=record.count,
             items=ranking.translated(record.items, len(catalogue), ids, catalogue),
             weights=record.weights,
+            timestamps=record.timestamps_ms / 1000,
             seen=np.unique(seen[seen != UNK]),
         )
 
@@ -257,12 +258,15 @@ def told_history(events: Sequence[HistoryEvent], bundle: Bundle) -> History:
     if all(event.timestamp is not None for event in events):
         events = sorted(events, key=lambda event: event.timestamp or 0)
     numbers = [bundle.items.number(event.item_id) for event in events]
-    counted = [(number, event.weight) for number, event in zip(numbers, events, strict=True) if event.weight > 0]
+    counted = [(number, event) for number, event in zip(numbers, events, strict=True) if event.weight > 0]
     kept = counted[-bundle.manifest.model.max_len :]
     return History(
         count=len(counted),
         items=np.array([UNK if number is None else number for number, _ in kept], np.int64),
-        weights=np.array([stored_weight(weight) for _, weight in kept], np.float32),
+        weights=np.array([stored_weight(event.weight) for _, event in kept], np.float32),
+        timestamps=np.array(
+            [np.nan if event.timestamp is None else event.timestamp / 1000 for _, event in kept], np.float64
+        ),
         seen=np.unique(np.array([number for number in numbers if number is not None], np.int64)),
     )
 

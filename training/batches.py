@@ -4,7 +4,7 @@ W windows · B rows of a batch · T positions (BOS first) · R real target posit
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -22,13 +22,14 @@ POOL_BATCHES = 32
 class Windows:
     """Windows over one flat list of events: what each shows, and which of its positions predict.
 
-    `items`, `weights` (E+1,): all events with weight > 0, user after user, and one PAD behind them. Per window
-    (W,): `start`, its first event in the flat list; `num_inputs` events shown; `first_target` and `num_targets`,
-    the positions that predict the event right after them (position p has seen BOS and p events).
+    `items`, `weights`, `timestamps` (E+1,): all events with weight > 0, user after user, and one PAD behind them.
+    Per window (W,): `start`, its first event in the flat list; `num_inputs` events shown; `first_target` and
+    `num_targets`, the positions that predict the event right after them (position p has seen BOS and p events).
     """
 
     items: Tensor
     weights: Tensor
+    timestamps: Tensor
     start: Tensor
     num_inputs: Tensor
     first_target: Tensor
@@ -40,11 +41,13 @@ class Windows:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows: `items`, `weights` (B,T); `last` (B,) each row's last real position; `positions` (R,)
-    indices into the flattened (B·T) grid that predict, and their `targets` (R,) item numbers."""
+    """Padded rows: `items`, `weights`, `timestamps` (B,T), the last NaN where there is no time; `last` (B,) each
+    row's last real position; `positions` (R,) indices into the flattened (B·T) grid that predict, and their
+    `targets` (R,) item numbers."""
 
     items: Tensor
     weights: Tensor
+    timestamps: Tensor
     last: Tensor
     positions: Tensor
     targets: Tensor
@@ -55,7 +58,7 @@ def training_windows(histories: Histories, max_len: int) -> Windows:
 
     A user's first window predicts from BOS on; a later one predicts from where the earlier one had to stop.
     """
-    items, weights, bounds = _weighted_events(histories)
+    events, bounds = _weighted_events(histories)
     rows = []
     for begin, end in pairwise(bounds):
         num_events = end - begin
@@ -65,17 +68,17 @@ def training_windows(histories: Histories, max_len: int) -> Windows:
             first_target = 0 if offset == 0 else max_len // 2 + 1
             last_target = min(max_len, num_events - 1 - offset)
             rows.append((begin + offset, last_target, first_target, last_target - first_target + 1))
-    return Windows(items, weights, *torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).unbind(1))
+    return Windows(*events, *torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).unbind(1))
 
 
 def serving_windows(histories: Histories, max_len: int) -> Windows:
     """The one window per user that a request would encode; no targets."""
-    items, weights, bounds = _weighted_events(histories)
+    events, bounds = _weighted_events(histories)
     counts = np.diff(bounds)
     starts = np.array([window_start(int(count), max_len) for count in counts], dtype=np.int64)
     start, num_inputs = torch.from_numpy(bounds[:-1] + starts), torch.from_numpy(counts - starts)
     none = torch.zeros_like(start)
-    return Windows(items, weights, start, num_inputs, none, none)
+    return Windows(*events, start, num_inputs, none, none)
 
 
 def collate(windows: Windows, rows: Tensor) -> Batch:
@@ -90,12 +93,15 @@ def collate(windows: Windows, rows: Tensor) -> Batch:
     items[:, 0] = BOS
     items[:, 1:][shown[:, :-1]] = windows.items[events][shown]
     weights[:, 1:][shown[:, :-1]] = windows.weights[events][shown]
+    timestamps = torch.full(events.shape, torch.nan, dtype=torch.float64)
+    timestamps[:, 1:][shown[:, :-1]] = windows.timestamps[events][shown]
 
     offset = steps - windows.first_target[rows, None]
     predicts = (offset >= 0) & (offset < windows.num_targets[rows, None])
     predicts &= windows.items[events] >= FIRST_ITEM  # an unknown item is never a target
     positions = predicts.flatten().nonzero().squeeze(1)
-    return Batch(items, weights, num_inputs, positions, windows.items[events].flatten()[positions])
+    targets = windows.items[events].flatten()[positions]
+    return Batch(items, weights, timestamps, num_inputs, positions, targets)
 
 
 def shuffled_batches(windows: Windows, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -111,13 +117,17 @@ def shuffled_batches(windows: Windows, batch_size: int, generator: torch.Generat
 def with_unknowns(batch: Batch, rate: float, generator: torch.Generator) -> Batch:
     """The batch with a share of its input events read as UNK, so that UNK is trained (math.md)."""
     replaced = (torch.rand(batch.items.shape, generator=generator) < rate) & (batch.items >= FIRST_ITEM)
-    return Batch(batch.items.masked_fill(replaced, UNK), batch.weights, batch.last, batch.positions, batch.targets)
+    return replace(batch, items=batch.items.masked_fill(replaced, UNK))
 
 
-def _weighted_events(histories: Histories) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Events with weight > 0, flat, and the users' bounds in them; weight 0 stays out of the history."""
+def _weighted_events(histories: Histories) -> tuple[tuple[Tensor, Tensor, Tensor], np.ndarray]:
+    """Items, weights and timestamps of the events with weight > 0, flat, and the users' bounds in them.
+
+    An event of weight 0 stays out of the history.
+    """
     kept = histories.weights > 0
     bounds = np.concatenate([[0], np.cumsum(kept)])[histories.offsets]
     items = np.append(histories.items[kept], PAD).astype(np.int64)
     weights = np.append(histories.weights[kept], 1).astype(np.float32)
-    return torch.from_numpy(items), torch.from_numpy(weights), bounds
+    timestamps = np.append(histories.timestamps[kept], np.nan).astype(np.float64)
+    return (torch.from_numpy(items), torch.from_numpy(weights), torch.from_numpy(timestamps)), bounds

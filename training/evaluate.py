@@ -12,10 +12,9 @@ import numpy as np
 import onnxruntime
 import torch
 
+from model.backbone import Backbone
 from model.bundle import Bundle, Calibration, Event, confidence_features
 from model.config import FIRST_ITEM
-from model.filtering import Gaussian
-from model.sasrec import SASRec
 from training import metrics
 from training.batches import collate, serving_windows
 from training.splits import Histories, Targets
@@ -68,15 +67,13 @@ class Predictions:
 
 
 @torch.no_grad()
-def score_users(model: SASRec, histories: Histories, event: Event) -> Iterator[ScoredUsers]:
+def score_users(model: Backbone, histories: Histories, event: Event) -> Iterator[ScoredUsers]:
     """Score the whole catalogue for every user, a chunk of users of similar length at a time."""
     model.eval()
     windows = serving_windows(histories, model.config.max_len)
     for users in windows.num_inputs.argsort(stable=True).split(CHUNK_USERS):
         batch = collate(windows, users)
-        state = model.encode(batch.items, batch.weights)
-        rows = torch.arange(len(users))
-        final = Gaussian(state.mean[rows, batch.last], state.precision[rows, batch.last])
+        final = model.final_state(batch.items, batch.weights, batch.timestamps)
         scores = model.score(final)
         _rule_out_seen(scores.logit, histories, users, event)
         yield ScoredUsers(users.numpy(), scores.logit, scores.variance, final.precision.mean(-1).numpy())
@@ -93,7 +90,12 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
     for users in windows.num_inputs.argsort(stable=True).split(CHUNK_USERS):
         batch = collate(windows, users)
         mean, precision = encoder.run(
-            ["mean", "precision"], {"items": batch.items.numpy(), "weights": batch.weights.numpy()}
+            ["mean", "precision"],
+            {
+                "items": batch.items.numpy(),
+                "weights": batch.weights.numpy(),
+                "timestamps": batch.timestamps.numpy(),
+            },
         )
         none = np.zeros((len(users), 1), np.int64)
         numbers, logit, variance, mean_precision = ranker.run(

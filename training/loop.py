@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.backbone import Backbone
 from model.bundle import Event
 from model.filtering import Gaussian
-from model.sasrec import SASRec
 from training import losses, metrics
 from training.batches import Batch, Windows, collate, shuffled_batches, training_windows, with_unknowns
 from training.config import ConfigError, OptimizerConfig
@@ -26,7 +26,7 @@ from training.splits import Split
 class TrainState:
     """All of a run's state; a checkpoint is this, whole."""
 
-    model: SASRec
+    model: Backbone
     optimizer: torch.optim.Optimizer
     generator: torch.Generator
     epoch: int = 0
@@ -38,7 +38,7 @@ class TrainState:
 
 
 def fit(
-    model: SASRec,
+    model: Backbone,
     split: Split,
     event: Event,
     config: OptimizerConfig,
@@ -120,16 +120,16 @@ def train_epoch(
     return total / steps
 
 
-def batch_loss(model: SASRec, batch: Batch, config: OptimizerConfig, generator: torch.Generator) -> Tensor:
+def batch_loss(model: Backbone, batch: Batch, config: OptimizerConfig, generator: torch.Generator) -> Tensor:
     """The loss of one batch; only the positions that predict reach the output product."""
-    encoded = model.encode(batch.items, batch.weights)
+    encoded = model.encode(batch.items, batch.weights, batch.timestamps)
     mean, precision = (part.flatten(0, 1)[batch.positions] for part in encoded)
     if config.loss == "full":
         return losses.full_cross_entropy(model, Gaussian(mean, precision), batch.targets)
     return losses.sampled_softmax(model, Gaussian(mean, precision), batch.targets, config.num_negatives, generator)
 
 
-def _optimizer(model: SASRec, config: OptimizerConfig) -> torch.optim.Optimizer:
+def _optimizer(model: Backbone, config: OptimizerConfig) -> torch.optim.Optimizer:
     precision = [p for name, p in model.named_parameters() if name.startswith("initial_precision.")]
     others = [p for name, p in model.named_parameters() if not name.startswith("initial_precision.")]
     groups: list[dict[str, Any]] = [{"params": others, "weight_decay": config.weight_decay}]

@@ -11,15 +11,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from model.backbone import Backbone
 from model.config import FIRST_ITEM
 from model.filtering import Gaussian
-from model.sasrec import SASRec
 
 CHUNK_ROWS = 512
 """Rows scored at a time by the full loss, so that the (rows,N) matrices stay small and in cache."""
 
 
-def full_cross_entropy(model: SASRec, state: Gaussian, targets_R: Tensor) -> Tensor:
+def full_cross_entropy(model: Backbone, state: Gaussian, targets_R: Tensor) -> Tensor:
     """Mean cross-entropy over the whole catalogue, a chunk of rows at a time.
 
     Args:
@@ -132,7 +132,7 @@ class GaussianCrossEntropy(torch.autograd.Function):
 
 
 def sampled_softmax(
-    model: SASRec, state: Gaussian, targets_R: Tensor, num_negatives: int, generator: torch.Generator
+    model: Backbone, state: Gaussian, targets_R: Tensor, num_negatives: int, generator: torch.Generator
 ) -> Tensor:
     """Mean cross-entropy of each target against M uniform negatives that all rows share.
 
@@ -145,5 +145,5 @@ def sampled_softmax(
     return (torch.cat([own[:, None], others], 1).logsumexp(1) - own).mean()
 
 
-def _plain_chunk(model: SASRec, mean: Tensor, precision: Tensor, target_rows: Tensor) -> Tensor:
+def _plain_chunk(model: Backbone, mean: Tensor, precision: Tensor, target_rows: Tensor) -> Tensor:
     return F.cross_entropy(model.score(Gaussian(mean, precision)).logit, target_rows, reduction="sum")

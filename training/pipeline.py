@@ -18,6 +18,8 @@ import polars as pl
 import torch
 
 from model import registry
+from model.backbone import Backbone
+from model.build import build_model
 from model.bundle import (
     Bundle,
     Calibration,
@@ -30,7 +32,6 @@ from model.bundle import (
 )
 from model.config import FIRST_ITEM
 from model.onnx.export import export_graphs
-from model.sasrec import SASRec
 from training import calibration as calibrating
 from training import evaluate
 from training.catalog import Catalog, read_titles
@@ -93,7 +94,7 @@ def train(config: RunConfig, out: Path, report: Reporter, command: Sequence[str]
     report.stage(_describe(prepared))
 
     torch.manual_seed(config.training.seed)
-    model = SASRec(config.model, torch.from_numpy(prepared.catalog.training_counts))
+    model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
     checkpoint = out / f"checkpoint-{_fingerprint(config, prepared.log)}.pt"
     if not resume:
         checkpoint.unlink(missing_ok=True)
@@ -142,7 +143,7 @@ def resolve_event(asked: Event | Literal["auto"], validation: Targets) -> Event:
     return "next_item" if np.mean(repeats) > REPEAT_SHARE else "next_new_item"
 
 
-def calibrate(model: SASRec, prepared: Prepared) -> Calibration:
+def calibrate(model: Backbone, prepared: Prepared) -> Calibration:
     """Temperature, then the confidence map, both on the validation users."""
     validation, event = prepared.split.validation, prepared.event
 
@@ -155,7 +156,7 @@ def calibrate(model: SASRec, prepared: Prepared) -> Calibration:
     return calibrating.fit_confidence(predictions, prepared.catalog.training_counts, temperature, scale, event)
 
 
-def test_figures(model: SASRec, prepared: Prepared, calibration: Calibration) -> dict[str, Any]:
+def test_figures(model: Backbone, prepared: Prepared, calibration: Calibration) -> dict[str, Any]:
     """The test users' figures, by torch."""
     scored = evaluate.score_users(model, prepared.split.test.history, prepared.event)
     return _figures(scored, prepared.split.test, calibration, prepared.catalog.training_counts)
@@ -181,7 +182,9 @@ def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
     return _figures(scored, split.test, bundle.calibration, catalog.training_counts)
 
 
-def publish(model: SASRec, prepared: Prepared, calibration: Calibration, record: dict[str, Any], folder: Path) -> Path:
+def publish(
+    model: Backbone, prepared: Prepared, calibration: Calibration, record: dict[str, Any], folder: Path
+) -> Path:
     """Write the bundle into a registry and make it the current one; returns the bundle's folder."""
     catalog = prepared.catalog
     custom_ops: dict[str, tuple[str, ...]] = {}

@@ -12,13 +12,12 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from model import filtering
+from model.backbone import Backbone
 from model.bundle import PARITY_TOLERANCE, BundleError, GoldenCase, golden_errors
 from model.config import BOS, FIRST_ITEM, PAD, UNK
 from model.filtering import Gaussian
 from model.layers import Steps
 from model.onnx.functions import EmittedSteps, attach_bodies, emit_gaussian_top_k
-from model.sasrec import SASRec
 
 OPSET = 21
 BATCH_SIZES = (1, 2, 5)
@@ -31,16 +30,15 @@ class ExportError(BundleError):
 class EncoderGraph(nn.Module):
     """History → state: `encoder.onnx`."""
 
-    def __init__(self, model: SASRec, steps: Steps) -> None:
+    def __init__(self, model: Backbone, steps: Steps) -> None:
         super().__init__()
         self.model = model
         self.steps = steps
 
-    def forward(self, items: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """mean and precision (B,D) at each row's last real position of items, weights (B,T)."""
-        state = self.model.encode(items, weights, self.steps)
-        last = ((items != PAD).sum(1) - 1).clamp_min(0)[:, None, None].expand(-1, 1, state.mean.shape[-1])
-        return state.mean.gather(1, last)[:, 0], state.precision.gather(1, last)[:, 0]
+    def forward(self, items: Tensor, weights: Tensor, timestamps: Tensor) -> tuple[Tensor, Tensor]:
+        """mean and precision (B,D) from which the next event is predicted; see `Backbone.encode`."""
+        state = self.model.final_state(items, weights, timestamps, self.steps)
+        return state.mean, state.precision
 
 
 class RankerGraph(nn.Module):
@@ -52,7 +50,7 @@ class RankerGraph(nn.Module):
     prior_variance: Tensor
     specials: Tensor
 
-    def __init__(self, model: SASRec) -> None:
+    def __init__(self, model: Backbone) -> None:
         super().__init__()
         self.head = model.head
         table = model.item_embedding.weight.detach()
@@ -107,10 +105,10 @@ class RankerGraph(nn.Module):
 
 
 @torch.no_grad()
-def prior_readout_variance(model: SASRec) -> Tensor:
+def prior_readout_variance(model: Backbone) -> Tensor:
     """ρ_BOS (D,): the readout variance of a user nobody has seen."""
-    state = model.eval().encode(torch.tensor([[BOS]]), torch.ones(1, 1))
-    return model.head.readout(Gaussian(state.mean[:, 0], state.precision[:, 0])).variance[0]
+    state = model.eval().final_state(torch.tensor([[BOS]]), torch.ones(1, 1))
+    return model.head.readout(state).variance[0]
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class ExportedGraphs:
     max_error: float
 
 
-def export_graphs(model: SASRec, folder: Path, temperature: float) -> ExportedGraphs:
+def export_graphs(model: Backbone, folder: Path, temperature: float) -> ExportedGraphs:
     """Write encoder.onnx and ranker.onnx with their weights, and check both against torch.
 
     Args:
@@ -144,17 +142,16 @@ def export_graphs(model: SASRec, folder: Path, temperature: float) -> ExportedGr
 
 
 @torch.no_grad()
-def golden_cases(model: SASRec, temperature: float) -> list[GoldenCase]:
+def golden_cases(model: Backbone, temperature: float) -> list[GoldenCase]:
     """Torch's own answers at 3 lengths × 3 batch sizes, short rows, unknown items and weights among them."""
     generator = torch.Generator().manual_seed(0)
     cases = []
     for length in sorted({1, model.config.max_len // 2 + 1, model.config.max_len + 1}):
         for batch in BATCH_SIZES:
-            items, weights = _random_rows(model, batch, length, generator)
-            mean, precision = EncoderGraph(model, filtering)(items, weights)
-            encoder_inputs = {"items": items, "weights": weights}
-            cases.append(_case("encoder", encoder_inputs, {"mean": mean, "precision": precision}))
-            cases.append(_ranker_case(model, Gaussian(mean, precision), items, temperature))
+            rows = _random_rows(model, batch, length, generator)
+            state = model.final_state(rows["items"], rows["weights"], rows["timestamps"])
+            cases.append(_case("encoder", rows, state._asdict()))
+            cases.append(_ranker_case(model, state, rows["items"], temperature))
     return cases
 
 
@@ -275,8 +272,12 @@ def _strip_build_traces(model: onnx.ModelProto) -> None:
 
 def _encoder_signature() -> Signature:
     return Signature(
-        examples=(torch.tensor([[BOS, UNK, PAD], [BOS, UNK, UNK]]), torch.ones(2, 3)),
-        inputs={"items": ("batch", "time"), "weights": ("batch", "time")},
+        examples=(
+            torch.tensor([[BOS, UNK, PAD], [BOS, UNK, UNK]]),
+            torch.ones(2, 3),
+            torch.ones(2, 3, dtype=torch.float64),
+        ),
+        inputs={"items": ("batch", "time"), "weights": ("batch", "time"), "timestamps": ("batch", "time")},
         outputs={"mean": ("batch", None), "precision": ("batch", None)},
     )
 
@@ -315,19 +316,24 @@ def _ranker_signature(width: int) -> Signature:
     )
 
 
-def _random_rows(model: SASRec, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows of BOS and random events, UNK among them; every row but the first is cut short at random."""
-    items = torch.randint(UNK, FIRST_ITEM + model.num_items, (batch, length), generator=generator)
+def _random_rows(model: Backbone, batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Rows of BOS and random events, UNK and events without a time among them; all but the first cut short."""
+    items = torch.randint(FIRST_ITEM - 1, FIRST_ITEM + model.num_items, (batch, length), generator=generator)
+    items[items < FIRST_ITEM] = UNK
     items[:, 0] = BOS
     lengths = torch.randint(1, length + 1, (batch,), generator=generator)
     lengths[0] = length
     items[torch.arange(length) >= lengths[:, None]] = PAD
     weights = 0.25 + 2 * torch.rand(batch, length, generator=generator)
     weights[:, 0] = 1
-    return items, weights
+    gaps_s = torch.rand(batch, length, generator=generator, dtype=torch.float64).mul(14).exp()
+    timestamps = 1.7e9 + gaps_s.cumsum(1).round()
+    timestamps[torch.rand(batch, length, generator=generator) < 0.1] = torch.nan
+    timestamps[:, 0] = torch.nan
+    return {"items": items, "weights": weights, "timestamps": timestamps}
 
 
-def _ranker_case(model: SASRec, state: Gaussian, history: Tensor, temperature: float) -> GoldenCase:
+def _ranker_case(model: Backbone, state: Gaussian, history: Tensor, temperature: float) -> GoldenCase:
     """The list of the two graphs' contract, by torch alone: the history is seen, other items are blocked."""
     # Fewer items left than k would fill the list with ties at −inf, whose order says nothing.
     k = min(10, (model.num_items + 1) // 2)
