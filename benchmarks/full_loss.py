@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from model.backbone import Backbone
+from model.build import build_model
 from model.config import FIRST_ITEM, ModelConfig
 from model.filtering import Gaussian
-from model.sasrec import SASRec
 from training import losses
 from training.pipeline import keep_freed_memory
 
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def compare(num_items: int, num_rows: int) -> dict[str, Any]:
-    model = SASRec(ModelConfig(), torch.randint(0, 50, (num_items,)))
+    model = build_model(ModelConfig(), torch.randint(0, 50, (num_items,)))
     state = Gaussian(torch.randn(num_rows, 64, requires_grad=True), torch.rand(num_rows, 64).add(0.5).requires_grad_())
     targets = torch.randint(FIRST_ITEM, FIRST_ITEM + num_items, (num_rows,))
     pairs = [
@@ -66,15 +67,15 @@ def compare(num_items: int, num_rows: int) -> dict[str, Any]:
     }
 
 
-def autograd(model: SASRec, state: Gaussian, targets: Tensor) -> Tensor:
-    """The same loss from `SASRec.score`, each chunk recomputed in backward."""
+def autograd(model: Backbone, state: Gaussian, targets: Tensor) -> Tensor:
+    """The same loss from `Backbone.score`, each chunk recomputed in backward."""
     chunks = zip(*(part.split(losses.CHUNK_ROWS) for part in (*state, targets - FIRST_ITEM)), strict=True)
     return torch.stack([checkpoint(_chunk, model, *chunk, use_reentrant=False) for chunk in chunks]).sum() / len(
         targets
     )
 
 
-def _chunk(model: SASRec, mean: Tensor, precision: Tensor, rows: Tensor) -> Tensor:
+def _chunk(model: Backbone, mean: Tensor, precision: Tensor, rows: Tensor) -> Tensor:
     return F.cross_entropy(model.score(Gaussian(mean, precision)).logit, rows, reduction="sum")
 
 

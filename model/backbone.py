@@ -76,6 +76,10 @@ class Backbone(nn.Module, ABC):
         """N, catalogue items without the special tokens."""
         return len(self.log_count)
 
+    def catalogue(self) -> Tensor:
+        """The N items (N,D) as the head reads them."""
+        return self.head.items(self.item_embedding.weight[FIRST_ITEM:])
+
     def score(self, state: Gaussian, items_M: Tensor | None = None) -> Scores:
         """Scores (R,M) of candidates for states (R,D); all N catalogue items, in order, when none are named.
 
@@ -83,7 +87,7 @@ class Backbone(nn.Module, ABC):
             state: mean and precision (R,D).
             items_M: catalogue rows (item number − FIRST_ITEM), or None.
         """
-        catalogue = self.item_embedding.weight[FIRST_ITEM:]
+        catalogue = self.catalogue()
         mean = catalogue.mean(0)
         if items_M is None:
             return self.head(state, catalogue, self.log_count, mean)
@@ -91,7 +95,7 @@ class Backbone(nn.Module, ABC):
 
     def score_pairs(self, state: Gaussian, items_R: Tensor) -> Scores:
         """Scores (R,) of one catalogue row for each state (R,D)."""
-        catalogue = self.item_embedding.weight[FIRST_ITEM:]
+        catalogue = self.catalogue()
         return self.head.pairs(state, catalogue[items_R], self.log_count[items_R], catalogue.mean(0))
 
     def embed(self, items_BT: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from torch import Tensor
 
 from model.backbone import Backbone
+from model.bert4rec import BERT4Rec
 from model.config import ModelConfig
+from model.hstu import HSTU
 from model.sasrec import SASRec
 
-BACKBONES: dict[str, type[Backbone]] = {"sasrec": SASRec}
+BACKBONES: dict[str, type[Backbone]] = {"sasrec": SASRec, "bert4rec": BERT4Rec, "hstu": HSTU}
 
 
 def build_model(config: ModelConfig, training_counts: Tensor) -> Backbone:

@@ -45,6 +45,7 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     backbone: Literal["sasrec", "bert4rec", "hstu"] = "sasrec"
+    """SASRec and HSTU look back from each event; BERT4Rec sees both directions and is asked by a MASK at the end."""
     filtering: bool = True
     """`on`: precision-aware layers; `off`: the plain backbone."""
     max_len: int = Field(default=50, ge=2, le=4096)
@@ -54,7 +55,7 @@ class ModelConfig(BaseModel):
     num_heads: int = Field(default=2, ge=1, le=64)
     ffn_width: int = Field(default=256, ge=1, le=16384)
     dropout: float = Field(default=0.3, ge=0.0, lt=1.0)
-    """On embeddings, innovation and feed-forward output: the mean path only."""
+    """On embeddings, innovation (HSTU: on its input) and feed-forward output: the mean path only."""
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """On the kriging weights of the mean path; spread and sample size use the undropped weights."""
     initial_precision: Literal["table", "mlp"] = "table"
@@ -65,6 +66,12 @@ class ModelConfig(BaseModel):
     """Q at the start, a variance per layer and dimension."""
     shrinkage_dof: float = Field(default=1.0, gt=0.0, le=100.0)
     """ν0 of the scaled-inverse-χ² prior on the residual variance."""
+    attention_norm: float = Field(default=50.0, gt=0.0, le=1e6)
+    """HSTU: what its attention is divided by, a constant, whatever the length of the history or its padding."""
+    time_buckets: int = Field(default=72, ge=1, le=1024)
+    """HSTU: time differences told apart, each 1.35 times the one before; the last of 72 begins at 57 years."""
+    temperature: float = Field(default=0.05, gt=0.0, le=10.0)
+    """HSTU: what a cosine is divided by to make a score."""
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":

@@ -23,6 +23,11 @@ from torch.nn import functional as F
 P = ParamSpec("P")
 R = TypeVar("R")
 
+GAIN_FLOOR = 1e-6
+"""Added to a LayerNorm's squared gain where a precision is divided by it."""
+NO_WEIGHT = 1e-20
+"""Σw² of unnormalised attention below which a head counts as seeing nobody."""
+
 
 class Gaussian(NamedTuple):
     """A state: `mean` (B,T,D) and diagonal `precision` (B,T,D) > 0, the inverse variance."""
@@ -52,7 +57,7 @@ class Posterior(NamedTuple):
 
 
 class Dynamics(NamedTuple):
-    """The Pre-LN feed-forward FFN(LN(h)) and its process noise (math.md §3).
+    """The feed-forward, its LayerNorm (before it, or after it in Post-LN) and its process noise (math.md §3).
 
     `ln_weight`, `ln_bias` (D,); `w1` (K,D), `b1` (K,); `w2` (D,K), `b2` (D,); the noise variance Q (D,) > 0.
     """
@@ -179,6 +184,84 @@ def krige(
 
 
 @full_precision
+def pointwise_attention(
+    query_BHTC: Tensor, key_BHSC: Tensor, bias_BTS: Tensor, visible_BTS: Tensor, attention_norm: float
+) -> Tensor:
+    """HSTU's attention a = SiLU(q·k + bias)/norm over the visible neighbours (math.md, "HSTU").
+
+    Args:
+        query_BHTC, key_BHSC: projections; the product is not divided by √C.
+        bias_BTS: relative position and time, the same for every head.
+        visible_BTS: bool, which neighbours a position may see.
+        attention_norm: a constant > 0, so that padding changes nothing.
+
+    Returns:
+        weights (B,H,T,S) of either sign, 0 where hidden; rows sum to anything.
+    """
+    logits = query_BHTC @ key_BHSC.transpose(-1, -2) + bias_BTS[:, None]
+    return (F.silu(logits) / attention_norm).masked_fill(~visible_BTS[:, None], 0)
+
+
+@full_precision
+def sandwich(
+    query_BHTC: Tensor,
+    key_BHSC: Tensor,
+    value_BHSC: Tensor,
+    bias_BTS: Tensor,
+    neighbour_precision_BS: Tensor,
+    visible_BTS: Tensor,
+    attention_norm: float,
+    shrinkage_dof: float = 1.0,
+    dropout: float = 0.0,
+) -> KrigedField:
+    """Observe through unnormalised attention: weights of either sign, the sandwich variance (math.md, "HSTU" [P]).
+
+        w = a·λ̄/m, m the mean λ̄ of the visible      p = |w|/Σ|w|      μ = Σ p v      n = (Σ|w|)²/Σw²
+        S = Σ w²(v−μ)²/Σw²      σ0² = Σ p/λ̄      σ̂² = (ν0 σ0² + n S)/(ν0 + n − 1)      mean = Σ w v
+
+    Args:
+        query_BHTC, key_BHSC, bias_BTS, visible_BTS, attention_norm: see `pointwise_attention`.
+        value_BHSC: projection.
+        neighbour_precision_BS: λ̄, the mean over dimensions of each neighbour's precision, > 0 where visible.
+        shrinkage_dof: ν0 > 0 of the scaled-inverse-χ²(ν0, σ0²) prior.
+        dropout: probability in [0, 1) that a weight of the mean path is dropped.
+
+    Returns:
+        the field, its mean unnormalised; where a head's Σw² is below `NO_WEIGHT`, it has no neighbour: variance
+        1 and effective sample size 0.
+    """
+    bind_shapes(
+        query=(query_BHTC, "BHTC"),
+        key=(key_BHSC, "BHSC"),
+        value=(value_BHSC, "BHSC"),
+        bias=(bias_BTS, "BTS"),
+        neighbour_precision=(neighbour_precision_BS, "BS"),
+        visible=(visible_BTS, "BTS"),
+    )
+    neighbour_precision_BS = _finite_where_hidden(neighbour_precision_BS, visible_BTS)
+    attention = pointwise_attention(query_BHTC, key_BHSC, bias_BTS, visible_BTS, attention_norm)
+    weights = attention * _relative_precision(neighbour_precision_BS, visible_BTS)[:, None]
+    seen_BHT1 = weights.square().sum(-1, keepdim=True) >= NO_WEIGHT
+
+    mass = weights.abs()
+    mass = mass / torch.where(seen_BHT1, mass.sum(-1, keepdim=True), 1)
+    squares = mass.square()
+    n = torch.where(seen_BHT1, squares.sum(-1, keepdim=True), 1).reciprocal()
+    centre = mass @ value_BHSC
+    # Σ p²(v−μ)² by the expanded square, as in `krige`; n = 1/Σp² makes w²/Σw² of it.
+    spread = squares @ value_BHSC.square() - 2 * centre * (squares @ value_BHSC)
+    sandwich_variance = (n * spread + centre.square()).clamp_min(0)
+    kriging_prior_variance = mass @ neighbour_precision_BS.reciprocal()[:, None, :, None]
+    shrunk_variance = (shrinkage_dof * kriging_prior_variance + n * sandwich_variance) / (shrinkage_dof + n - 1)
+
+    return KrigedField(
+        mean=_merge_heads((F.dropout(weights, dropout) if dropout > 0 else weights) @ value_BHSC),
+        variance=_merge_heads(torch.where(seen_BHT1, shrunk_variance, 1)),
+        effective_sample_size=torch.where(seen_BHT1, n, 0).squeeze(-1),
+    )
+
+
+@full_precision
 def observation_precision(field: KrigedField, output_weight_DD: Tensor) -> Tensor:
     """λ^obs = 1/σ̂² after the output projection's change of basis (math.md §1 [O]).
 
@@ -190,11 +273,11 @@ def observation_precision(field: KrigedField, output_weight_DD: Tensor) -> Tenso
         output_weight_DD: W_o as in W_o·e, (out, in).
 
     Returns:
-        (B,T,D) ≥ 0; 0 where no neighbour is visible.
+        (B,T,D) ≥ 0; 0 where no neighbour is visible to one of the heads: a variance without bound mixes into all.
     """
     mixing = output_weight_DD.square()
     mixing = mixing / mixing.sum(-1, keepdim=True)
-    observed_BT1 = field.effective_sample_size[:, 0, :, None] > 0
+    observed_BT1 = field.effective_sample_size.amin(1)[..., None] > 0
     return torch.where(observed_BT1, (field.variance @ mixing.T).reciprocal(), 0)
 
 
@@ -266,6 +349,74 @@ def predict(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Ga
     return Gaussian(posterior.mean + F.dropout(drift, dropout, dropout > 0), predicted_variance.reciprocal())
 
 
+@full_precision
+def predict_post_norm(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Gaussian:
+    """The feed-forward as dynamics, with the LayerNorm behind it (math.md §3 [P]).
+
+        mean = LN(h + FFN(h))      precision = normalise(((1+J)²/λ + Q)^{-1})      J = diag ∂FFN(h)/∂h
+
+    J is the feed-forward's alone and exact [O]; process noise comes before the LayerNorm.
+
+    Args:
+        posterior: the state after the update and its LayerNorm; precision > 0.
+        dynamics: the feed-forward's parameters.
+        dropout: probability in [0, 1) on the feed-forward's output.
+
+    Returns:
+        the predicted state, the next layer's prior; 0 < precision ≤ s²/(Q·(γ² + 1e-6)).
+    """
+    bind_shapes(
+        mean=(posterior.mean, "BTD"),
+        precision=(posterior.precision, "BTD"),
+        ln_weight=(dynamics.ln_weight, "D"),
+        w1=(dynamics.w1, "KD"),
+        w2=(dynamics.w2, "DK"),
+        process_noise_variance=(dynamics.process_noise_variance, "D"),
+    )
+    hidden = F.linear(posterior.mean, dynamics.w1, dynamics.b1)
+    drift = F.linear(F.gelu(hidden), dynamics.w2, dynamics.b2)
+    jacobian_diag = gelu_slope(hidden) @ (dynamics.w2.T * dynamics.w1)
+
+    moved = posterior.mean + F.dropout(drift, dropout, dropout > 0)
+    moved_variance = (1 + jacobian_diag).square() / posterior.precision + dynamics.process_noise_variance
+    moved_state = Gaussian(moved, moved_variance.reciprocal())
+    return normalise(moved_state, dynamics.ln_weight, dynamics.ln_bias, dynamics.ln_eps)
+
+
+@full_precision
+def normalise(state: Gaussian, ln_weight_D: Tensor, ln_bias_D: Tensor, ln_eps: float) -> Gaussian:
+    """A LayerNorm of a state, as the affine map that it is at the state's own mean (math.md §3 [O]).
+
+        mean = γ∘(h − m)/s + β      precision = λ·s²/(γ² + 1e-6)      s² = var(h) + ε
+
+    m and s count as fixed. The 1e-6 keeps the precision finite in a dimension whose gain is 0.
+
+    Args:
+        state: mean and precision, (…,D).
+        ln_weight_D, ln_bias_D: γ and β.
+        ln_eps: ε > 0.
+    """
+    centred = state.mean - state.mean.mean(-1, keepdim=True)
+    scale_squared = centred.square().mean(-1, keepdim=True) + ln_eps
+    return Gaussian(
+        centred * scale_squared.rsqrt() * ln_weight_D + ln_bias_D,
+        state.precision * scale_squared / (ln_weight_D.square() + GAIN_FLOOR),
+    )
+
+
+@full_precision
+def diffuse(posterior: Gaussian, process_noise_variance_D: Tensor) -> Gaussian:
+    """Dynamics without a feed-forward: the mean stays, process noise fades the precision (math.md, "HSTU" [P]).
+
+        precision = (1/λ + Q)^{-1}
+
+    Args:
+        posterior: the state after the update; precision > 0.
+        process_noise_variance_D: Q > 0.
+    """
+    return Gaussian(posterior.mean, (posterior.precision.reciprocal() + process_noise_variance_D).reciprocal())
+
+
 def gelu_slope(x: Tensor) -> Tensor:
     """Derivative of the exact GELU: Φ(x) + x·φ(x)."""
     cumulative = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
@@ -275,6 +426,13 @@ def gelu_slope(x: Tensor) -> Tensor:
 def _finite_where_hidden(neighbour_precision_BS: Tensor, visible_BTS: Tensor) -> Tensor:
     """λ̄ with 1 in place of what no position sees: padding's 0 would give NaN under the mask."""
     return torch.where(visible_BTS.any(1), neighbour_precision_BS, 1)
+
+
+def _relative_precision(neighbour_precision_BS: Tensor, visible_BTS: Tensor) -> Tensor:
+    """λ̄_j/m_t (B,T,S): each neighbour's precision over the mean of those that the position sees."""
+    count_BT1 = visible_BTS.sum(-1, keepdim=True)
+    total_BT1 = visible_BTS.to(neighbour_precision_BS.dtype) @ neighbour_precision_BS[..., None]
+    return neighbour_precision_BS[:, None] * (count_BT1 / torch.where(count_BT1 > 0, total_BT1, 1))
 
 
 def _at_least_float32(value: Any) -> Any:

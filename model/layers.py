@@ -1,4 +1,7 @@
-"""One layer of a Pre-LN backbone: the filtering layer, and the plain layer it becomes when switched off."""
+"""One layer of a Pre-LN backbone: the filtering layer, and the plain layer it becomes when switched off.
+
+`model.bert4rec` has the Post-LN forms of both.
+"""
 
 import math
 from typing import Protocol
@@ -26,13 +29,28 @@ class Steps(Protocol):
         dropout: float,
     ) -> KrigedField: ...
 
+    def sandwich(
+        self,
+        query_BHTC: Tensor,
+        key_BHSC: Tensor,
+        value_BHSC: Tensor,
+        bias_BTS: Tensor,
+        neighbour_precision_BS: Tensor,
+        visible_BTS: Tensor,
+        attention_norm: float,
+        shrinkage_dof: float,
+        dropout: float,
+    ) -> KrigedField: ...
+
     def update(self, prior: Gaussian, innovation_BTD: Tensor, observation_precision_BTD: Tensor) -> Posterior: ...
 
     def predict(self, posterior: Gaussian, dynamics: Dynamics, dropout: float) -> Gaussian: ...
 
+    def predict_post_norm(self, posterior: Gaussian, dynamics: Dynamics, dropout: float) -> Gaussian: ...
+
 
 class Attention(nn.Module):
-    """Pre-LN projections shared by both layers: LN, then query, key, value, and the output projection."""
+    """The projections query, key, value and output, and their LayerNorm, which the layer applies where it has it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,17 +61,16 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.width)
         self.output = nn.Linear(config.width, config.width)
 
-    def project(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """query, key, value, each (B,H,T,C), of the normalised input."""
-        normalised = self.norm(hidden_BTD)
+    def project(self, normalised_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """query, key, value, each (B,H,T,C)."""
         return tuple(
-            linear(normalised).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            linear(normalised_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
 
 
 class FeedForward(nn.Module):
-    """Pre-LN feed-forward: LN, linear, GELU, linear."""
+    """Linear, GELU, linear, and their LayerNorm, which the layer applies where it has it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -61,8 +78,8 @@ class FeedForward(nn.Module):
         self.inner = nn.Linear(config.width, config.ffn_width)
         self.outer = nn.Linear(config.ffn_width, config.width)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        return self.outer(F.gelu(self.inner(self.norm(hidden_BTD))))
+    def forward(self, normalised_BTD: Tensor) -> Tensor:
+        return self.outer(F.gelu(self.inner(normalised_BTD)))
 
 
 class FilteringLayer(nn.Module):
@@ -78,18 +95,21 @@ class FilteringLayer(nn.Module):
 
     def forward(self, prior: Gaussian, visible_BTS: Tensor, steps: Steps = filtering) -> Gaussian:
         """The predicted state after this layer, the next layer's prior."""
-        dropout = self.config.dropout if self.training else 0.0
-        attention_dropout = self.config.attention_dropout if self.training else 0.0
+        posterior = self.observe(prior, self.attention.norm(prior.mean), visible_BTS, steps)
+        return steps.predict(posterior, self.dynamics(), self.config.dropout if self.training else 0.0)
 
-        query, key, value = self.attention.project(prior.mean)
+    def observe(self, prior: Gaussian, normalised_BTD: Tensor, visible_BTS: Tensor, steps: Steps) -> Gaussian:
+        """The posterior: the prior updated by what kriging finds at the neighbours."""
+        attention_dropout = self.config.attention_dropout if self.training else 0.0
+        query, key, value = self.attention.project(normalised_BTD)
         neighbour_precision = prior.precision.mean(-1)
         field = steps.krige(
             query, key, value, neighbour_precision, visible_BTS, self.config.shrinkage_dof, attention_dropout
         )
-        innovation = F.dropout(self.attention.output(field.mean), dropout, self.training)
+        innovation = F.dropout(self.attention.output(field.mean), self.config.dropout, self.training)
         observed = filtering.observation_precision(field, self.attention.output.weight)
         posterior = steps.update(prior, innovation, observed)
-        return steps.predict(Gaussian(posterior.mean, posterior.precision), self.dynamics(), dropout)
+        return Gaussian(posterior.mean, posterior.precision)
 
     def dynamics(self) -> Dynamics:
         """The feed-forward's parameters and Q = softplus(q), as `filtering.predict` takes them."""
@@ -117,12 +137,18 @@ class PlainLayer(nn.Module):
 
     def forward(self, prior: Gaussian, visible_BTS: Tensor, steps: Steps = filtering) -> Gaussian:
         """The state after this layer; its precision is the input's, untouched."""
-        dropout = self.config.dropout if self.training else 0.0
-        query, key, value = self.attention.project(prior.mean)
+        hidden = prior.mean + self.attend(self.attention.norm(prior.mean), visible_BTS)
+        return Gaussian(hidden + self.drift(self.feed_forward.norm(hidden)), prior.precision)
+
+    def attend(self, normalised_BTD: Tensor, visible_BTS: Tensor) -> Tensor:
+        """Softmax attention and its output projection, what the residual adds."""
+        query, key, value = self.attention.project(normalised_BTD)
         attended = F.scaled_dot_product_attention(
             query, key, value, visible_BTS[:, None], self.config.attention_dropout if self.training else 0.0
         )
         innovation = self.attention.output(attended.transpose(1, 2).flatten(2))
-        hidden = prior.mean + F.dropout(innovation, dropout, self.training)
-        drift = self.feed_forward(hidden)
-        return Gaussian(hidden + F.dropout(drift, dropout, self.training), prior.precision)
+        return F.dropout(innovation, self.config.dropout, self.training)
+
+    def drift(self, normalised_BTD: Tensor) -> Tensor:
+        """The feed-forward, what the residual adds."""
+        return F.dropout(self.feed_forward(normalised_BTD), self.config.dropout, self.training)

@@ -1,9 +1,14 @@
 """Layer 0: how precise an event is before any context (math.md, "Layer 0")."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from model.config import FIRST_ITEM, PAD, ModelConfig
+
+THETA_BOUND = math.log(1e6)
+"""|θ| at most: the range the filter is tested in; beyond it float32 overflows in the backward of 1/σ̂²."""
 
 
 class PrecisionTable(nn.Module):
@@ -30,7 +35,8 @@ class PrecisionTable(nn.Module):
 
     def item_precision(self) -> Tensor:
         """τ of every number, special tokens first: (FIRST_ITEM + N,) > 0."""
-        return (self.level + self.frequency_slope * self.log_count + self.deviation).exp()
+        theta = self.level + self.frequency_slope * self.log_count + self.deviation
+        return theta.clamp(-THETA_BOUND, THETA_BOUND).exp()
 
     def forward(self, items_BT: Tensor, weights_BT: Tensor, embedding_VD: Tensor) -> Tensor:
         """Precision (B,T) of each position; 1 on padding, where the attention mask hides it.
@@ -61,8 +67,8 @@ class PrecisionNetwork(nn.Module):
 
     def forward(self, items_BT: Tensor, weights_BT: Tensor, embedding_VD: Tensor) -> Tensor:
         """As `PrecisionTable.forward`, from the embeddings of the positions' items."""
-        hidden = nn.functional.gelu(self.inner(embedding_VD[items_BT]))
-        return torch.where(items_BT == PAD, 1, self.outer(hidden).squeeze(-1).exp() * weights_BT)
+        theta = self.outer(nn.functional.gelu(self.inner(embedding_VD[items_BT]))).squeeze(-1)
+        return torch.where(items_BT == PAD, 1, theta.clamp(-THETA_BOUND, THETA_BOUND).exp() * weights_BT)
 
 
 def initial_precision(config: ModelConfig, training_counts: Tensor) -> nn.Module:

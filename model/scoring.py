@@ -22,22 +22,62 @@ class Scores(NamedTuple):
 
 
 class Readout(NamedTuple):
-    """A final state seen through the last LayerNorm: `mean` z and `variance` ρ ≥ 0, each (R,D)."""
+    """A final state as the head reads it: `mean` z and `variance` ρ ≥ 0, each (R,D)."""
 
     mean: Tensor
     variance: Tensor
 
 
-class GaussianHead(nn.Module):
-    """The scoring head: LN_f and three learned scalars (math.md, "Scoring and its uncertainty" [O]).
+class FinalLayerNorm(nn.LayerNorm):
+    """States through the last LayerNorm LN_f, items as they are."""
+
+    def readout(self, state: Gaussian) -> Readout:
+        """z = LN_f(h), ρ = γ²/(s²λ) for states (R,D); an infinite precision gives variance 0."""
+        spread = (state.mean.var(-1, correction=0, keepdim=True) + self.eps) * state.precision
+        return Readout(self(state.mean), self.weight.square() / spread)
+
+    def items(self, items_MD: Tensor) -> Tensor:
+        """The embeddings, unchanged."""
+        return items_MD
+
+
+class UnitNorm(nn.Module):
+    """States and items as unit vectors, so that a score is a cosine over a temperature κ (HSTU).
+
+    κ divides z and not the score: 1 + c·v then compares a variance with the logit's own unit.
 
     Args:
-        config: `width` and `filtering`; without filtering the head is the inner product alone.
+        temperature: κ > 0.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        self.temperature = temperature
+
+    def readout(self, state: Gaussian) -> Readout:
+        """z = h/(κ‖h‖), ρ = 1/(κ²‖h‖²λ) for states (R,D); an infinite precision gives variance 0."""
+        scale = self.temperature * _length(state.mean)
+        return Readout(state.mean / scale, (scale.square() * state.precision).reciprocal())
+
+    def items(self, items_MD: Tensor) -> Tensor:
+        """e/‖e‖."""
+        return items_MD / _length(items_MD)
+
+
+class GaussianHead(nn.Module):
+    """The scoring head: a norm and three learned scalars (math.md, "Scoring and its uncertainty" [O]).
+
+    The norm says how a state and the items enter: HSTU's are unit vectors, the others have LN_f.
+
+    Args:
+        config: `width`, `backbone`, `temperature` and `filtering`; without filtering the head is the inner product
+            alone.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.width)
+        is_cosine = config.backbone == "hstu"
+        self.norm = UnitNorm(config.temperature) if is_cosine else FinalLayerNorm(config.width)
         self.filtering = config.filtering
         if config.filtering:
             self.candidate_level = nn.Parameter(torch.zeros(()))
@@ -45,9 +85,12 @@ class GaussianHead(nn.Module):
             self.variance_scale = nn.Parameter(torch.zeros(()))
 
     def readout(self, state: Gaussian) -> Readout:
-        """z = LN_f(h), ρ = γ²/(s²λ) for states (R,D); an infinite precision gives variance 0."""
-        spread = (state.mean.var(-1, correction=0, keepdim=True) + self.norm.eps) * state.precision
-        return Readout(self.norm(state.mean), self.norm.weight.square() / spread)
+        """z and ρ of states (R,D), by the norm."""
+        return self.norm.readout(state)
+
+    def items(self, items_MD: Tensor) -> Tensor:
+        """e of item embeddings (M,D), by the norm: what `forward` and `pairs` take."""
+        return self.norm.items(items_MD)
 
     def shrinkage(self) -> Tensor:
         """c ≥ 0: how far variance pulls a score towards the catalogue's average; 0 for the plain head."""
@@ -66,9 +109,9 @@ class GaussianHead(nn.Module):
 
         Args:
             state: mean and precision (R,D).
-            items_MD: candidates' embeddings.
+            items_MD: candidates, as `items` gives them.
             log_count_M: log(1 + n_i).
-            catalogue_mean_D: ē, the mean embedding of the whole catalogue.
+            catalogue_mean_D: ē, the mean over the whole catalogue of what `items` gives.
         """
         z = self.readout(state)
         mean = z.mean @ items_MD.T
@@ -98,3 +141,8 @@ class GaussianHead(nn.Module):
 def _energy(z: Readout) -> Tensor:
     """(1/D) Σ_d (z² + ρ) of each state, (R,): what a candidate's own variance multiplies."""
     return (z.mean.square() + z.variance).mean(-1)
+
+
+def _length(vector_RD: Tensor) -> Tensor:
+    """‖·‖ (R,1), at least 1e-6: a vector of zeros stays one."""
+    return torch.linalg.vector_norm(vector_RD, dim=-1, keepdim=True).clamp_min(1e-6)

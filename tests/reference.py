@@ -14,13 +14,14 @@ Parameters of the full model are a dict of float64 arrays (a weight acts as out 
 |---|---|---|
 | token_embedding | (V,D) | input and output embedding; item i is row FIRST_ITEM + i |
 | position_embedding | (≥ T,D) | position 0 is BOS |
+| embedding_norm_weight, _bias | (D,) | BERT4Rec: LayerNorm of the embeddings |
 | precision_intercept, precision_slope | () | a, b of θ, "Layer 0" |
 | precision_offset | (V,) | δ of θ |
 | training_count | (V,) | n_i; 0 for special tokens |
-| layers.{l}.attention_norm_weight, _bias | (D,) | LayerNorm before attention |
+| layers.{l}.attention_norm_weight, _bias | (D,) | LayerNorm before attention; BERT4Rec: LN1, after the update |
 | layers.{l}.query_weight, key_weight, value_weight, output_weight | (D,D) | W_q, W_k, W_v, W_o |
 | layers.{l}.query_bias, key_bias, value_bias, output_bias | (D,) | |
-| layers.{l}.ffn_norm_weight, _bias | (D,) | LayerNorm before the feed-forward |
+| layers.{l}.ffn_norm_weight, _bias | (D,) | LayerNorm before the feed-forward; BERT4Rec: LN2, after it |
 | layers.{l}.w1, b1, w2, b2 | (K,D), (K,), (D,K), (D,) | feed-forward |
 | layers.{l}.process_noise_raw | (D,) | q, Q = softplus(q) |
 | final_norm_weight, _bias | (D,) | LN_f |
@@ -28,6 +29,16 @@ Parameters of the full model are a dict of float64 arrays (a weight acts as out 
 | score_shrinkage_raw | () | c = softplus of it |
 
 The plain backbone (filtering off) reads the same dict and ignores what concerns precision.
+
+HSTU has no position_embedding, no LN_f and no feed-forward; its LayerNorms have neither weight nor bias. Its layers:
+
+| key | shape | math.md, "HSTU" |
+|---|---|---|
+| layers.{l}.gate_weight, value_weight, query_weight, key_weight | (D,D) | U, V, Q, K |
+| layers.{l}.output_weight, output_bias | (D,D), (D,) | W_o, b_o |
+| layers.{l}.position_bias | (≥ T,) | by t − j |
+| layers.{l}.time_bias | (buckets + 1,) | by bucket; the last for no time |
+| layers.{l}.process_noise_raw | (D,) | q |
 """
 
 import math
@@ -41,8 +52,10 @@ Array = NDArray[np.float64]
 Params = Mapping[str, Array]
 
 PAD = 0
+MASK = 3
 FIRST_ITEM = 4
 LN_EPS = 1e-5
+HSTU_LN_EPS = 1e-6
 
 
 class Kriged(NamedTuple):
@@ -53,6 +66,19 @@ class Kriged(NamedTuple):
     kriged_mean: Array
     """(B,T,D), heads concatenated; 0 with no visible neighbour."""
     reml_variance: Array
+    """(B,T,D), σ̂² > 0; 0 with no visible neighbour, where it means nothing."""
+    effective_sample_size: Array
+    """(B,H,T), in [1, S]; 0 with no visible neighbour."""
+
+
+class SandwichField(NamedTuple):
+    """What the neighbours say about every position through unnormalised attention (math.md, "HSTU")."""
+
+    weights: Array
+    """(B,H,T,S), of either sign."""
+    mean: Array
+    """(B,T,D), Σ_j w_tj v_j, heads concatenated."""
+    variance: Array
     """(B,T,D), σ̂² > 0; 0 with no visible neighbour, where it means nothing."""
     effective_sample_size: Array
     """(B,H,T), in [1, S]; 0 with no visible neighbour."""
@@ -102,6 +128,11 @@ def normal_cdf(x: Array) -> Array:
     """Φ(x) by the error function."""
     erf = np.vectorize(math.erf, otypes=[np.float64])
     return 0.5 * (1.0 + erf(x / math.sqrt(2.0)))
+
+
+def silu(x: Array) -> Array:
+    """x·σ(x), with σ(x) = exp(−log(1 + e⁻ˣ)) to its last digit far below 0."""
+    return x * np.exp(-np.logaddexp(0.0, -x))
 
 
 def gelu(x: Array) -> Array:
@@ -202,6 +233,61 @@ def krige(
     return Kriged(weights_BHTS, mean_BTD, variance_BTD, sample_size_BHT)
 
 
+def sandwich(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array,
+    neighbour_precision: Array,
+    visible: NDArray[np.bool_],
+    attention_norm: float,
+    shrinkage_dof: float = 1.0,
+    least_weight: float = 1e-20,
+) -> SandwichField:
+    """Unnormalised attention and the sandwich estimator of its variance (math.md, "HSTU").
+
+    Args:
+        query: (B,H,T,C). key, value: (B,H,S,C).
+        bias: (B,T,S), added to the logits of every head.
+        neighbour_precision: (B,S), λ̄_j > 0 where visible.
+        visible: (B,T,S), true where position t may look at neighbour j.
+        attention_norm: > 0.
+        shrinkage_dof: ν0 > 0.
+        least_weight: a head whose Σw² is below it has no visible neighbour.
+    """
+    batch, heads, length, channels = query.shape
+    weights_BHTS = np.zeros((batch, heads, length, key.shape[2]))
+    mean_BTD = np.zeros((batch, length, heads * channels))
+    variance_BTD = np.zeros((batch, length, heads * channels))
+    sample_size_BHT = np.zeros((batch, heads, length))
+    for b in range(batch):
+        for h in range(heads):
+            head = slice(h * channels, (h + 1) * channels)
+            for t in range(length):
+                seen = visible[b, t]
+                if not seen.any():
+                    continue
+                attention = silu(key[b, h, seen] @ query[b, h, t] + bias[b, t, seen]) / attention_norm
+                precision = neighbour_precision[b, seen]
+                # w_tj = a_tj λ̄_j / m_t
+                weights = attention * precision / precision.mean()
+                weights_BHTS[b, h, t, seen] = weights
+                mean_BTD[b, t, head] = weights @ value[b, h, seen]
+                if (weights**2).sum() < least_weight:
+                    continue
+                share = np.abs(weights) / np.abs(weights).sum()
+                centre = share @ value[b, h, seen]
+                sample_size = np.abs(weights).sum() ** 2 / (weights**2).sum()
+                kriging_prior_variance = (share / precision).sum()
+                sandwich_variance = weights**2 @ (value[b, h, seen] - centre) ** 2 / (weights**2).sum()
+                sample_size_BHT[b, h, t] = sample_size
+                # σ̂²_t = (ν0 σ0²_t + n_t S_t) / (ν0 + n_t − 1)
+                variance_BTD[b, t, head] = (
+                    shrinkage_dof * kriging_prior_variance + sample_size * sandwich_variance
+                ) / (shrinkage_dof + sample_size - 1.0)
+    return SandwichField(weights_BHTS, mean_BTD, variance_BTD, sample_size_BHT)
+
+
 def observation_precision(reml_variance: Array, effective_sample_size: Array, output_weight: Array) -> Array:
     """λ^obs = 1/σ̂²_out, σ̂²_out,d = Σ_k W²_dk σ̂²_k / Σ_k W²_dk (math.md §1); 0 with no visible neighbour.
 
@@ -284,6 +370,43 @@ def predict(
                     spread = (1.0 + jacobian_diag[d]) ** 2 / precision[b, t, d]
                     predicted_precision[b, t, d] = 1.0 / (spread + process_noise_variance[d])
     return Gaussian(predicted_mean, predicted_precision)
+
+
+# --- math.md, "BERT4Rec": the steps with a LayerNorm behind each ----------------------------------------------
+
+
+def normalise(state: Gaussian, ln_weight: Array, ln_bias: Array, ln_eps: float = LN_EPS) -> Gaussian:
+    """LN as an affine map with m and s held fixed: λ ← λ·s²/(γ² + 1e-6) ("BERT4Rec"). Of (…,D)."""
+    deviation_squared = ((state.mean - state.mean.mean(axis=-1, keepdims=True)) ** 2).mean(axis=-1, keepdims=True)
+    precision = state.precision * (deviation_squared + ln_eps) / (ln_weight**2 + 1e-6)
+    return Gaussian(layer_norm(state.mean, ln_weight, ln_bias, ln_eps), precision)
+
+
+def predict_post_norm(
+    mean: Array,
+    precision: Array,
+    ln_weight: Array,
+    ln_bias: Array,
+    ln_eps: float,
+    w1: Array,
+    b1: Array,
+    w2: Array,
+    b2: Array,
+    process_noise_variance: Array,
+) -> Gaussian:
+    """h'' = LN(h' + FFN(h')); λ'' = LN of ((1+J)²/λ' + Q)⁻¹ with J = diag ∂FFN(h')/∂h' ("BERT4Rec").
+
+    Arguments as in `predict`, but the precision is > 0.
+    """
+    batch, length, _ = mean.shape
+    moved_precision = np.zeros_like(precision)
+    for b in range(batch):
+        for t in range(length):
+            slope = np.diag(gelu_derivative(w1 @ mean[b, t] + b1))
+            jacobian_diag = np.diag(w2 @ slope @ w1)
+            moved_precision[b, t] = 1.0 / ((1.0 + jacobian_diag) ** 2 / precision[b, t] + process_noise_variance)
+    moved = Gaussian(mean + feed_forward(mean, w1, b1, w2, b2), moved_precision)
+    return normalise(moved, ln_weight, ln_bias, ln_eps)
 
 
 # --- the network: embed, then (observe, update, predict) per layer ------------------------------------------
@@ -447,6 +570,131 @@ def plain_forward(params: Params, items: NDArray[np.int64], num_heads: int, ln_e
     return last_real(plain_forward_positions(params, items, num_heads, ln_eps), items)
 
 
+# --- BERT4Rec: embed, LN, then (observe, update, LN, predict, LN) per layer ------------------------------------
+
+
+def embed_normalised(params: Params, items: NDArray[np.int64], ln_eps: float) -> Array:
+    """LN(token embedding·√D + position embedding) for one unpadded row (T,). Returns (1,T,D)."""
+    return layer_norm(embed(params, items), params["embedding_norm_weight"], params["embedding_norm_bias"], ln_eps)
+
+
+def project_heads(layer: Params, mean_BTD: Array, num_heads: int) -> tuple[Array, Array, Array]:
+    """query, key, value (B,H,T,C) of the state itself (Post-LN)."""
+    query, key, value = (
+        split_heads(mean_BTD @ layer[f"{name}_weight"].T + layer[f"{name}_bias"], num_heads)
+        for name in ("query", "key", "value")
+    )
+    return query, key, value
+
+
+def post_norm_filtering_block(
+    layer: Params, prior: Gaussian, num_heads: int, ln_eps: float, shrinkage_dof: float
+) -> Gaussian:
+    """One layer of BERT4Rec with filtering on, on one row without padding, where every position sees every one."""
+    query, key, value = project_heads(layer, prior.mean, num_heads)
+    length = prior.mean.shape[1]
+    field = krige(query, key, value, prior.precision.mean(-1), np.ones((1, length, length), bool), shrinkage_dof)
+    innovation = field.kriged_mean @ layer["output_weight"].T + layer["output_bias"]
+    observed = observation_precision(field.reml_variance, field.effective_sample_size, layer["output_weight"])
+    posterior = update(prior.mean, prior.precision, innovation, observed)
+    normalised = normalise(
+        Gaussian(posterior.mean, posterior.precision),
+        layer["attention_norm_weight"],
+        layer["attention_norm_bias"],
+        ln_eps,
+    )
+    return predict_post_norm(
+        normalised.mean,
+        normalised.precision,
+        layer["ffn_norm_weight"],
+        layer["ffn_norm_bias"],
+        ln_eps,
+        layer["w1"],
+        layer["b1"],
+        layer["w2"],
+        layer["b2"],
+        softplus(layer["process_noise_raw"]),
+    )
+
+
+def post_norm_plain_block(layer: Params, mean_BTD: Array, num_heads: int, ln_eps: float) -> Array:
+    """One ordinary bidirectional Post-LN transformer block on rows without padding."""
+    query, key, value = project_heads(layer, mean_BTD, num_heads)
+    batch, heads, length, channels = query.shape
+    attended = np.zeros_like(mean_BTD)
+    for b in range(batch):
+        for h in range(heads):
+            for t in range(length):
+                logits = key[b, h] @ query[b, h, t] / math.sqrt(channels)
+                attention = np.exp(logits - logits.max())
+                attended[b, t, h * channels : (h + 1) * channels] = attention @ value[b, h] / attention.sum()
+    hidden = layer_norm(
+        mean_BTD + attended @ layer["output_weight"].T + layer["output_bias"],
+        layer["attention_norm_weight"],
+        layer["attention_norm_bias"],
+        ln_eps,
+    )
+    moved = hidden + feed_forward(hidden, layer["w1"], layer["b1"], layer["w2"], layer["b2"])
+    return layer_norm(moved, layer["ffn_norm_weight"], layer["ffn_norm_bias"], ln_eps)
+
+
+def bert4rec_positions(
+    params: Params,
+    items: NDArray[np.int64],
+    weights: Array,
+    num_heads: int,
+    ln_eps: float = LN_EPS,
+    shrinkage_dof: float = 1.0,
+) -> Gaussian:
+    """BFT-BERT4Rec before LN_f, at every position; arguments and result as in `forward_positions`."""
+    width = params["token_embedding"].shape[1]
+    tau_V = item_precision(
+        float(params["precision_intercept"]),
+        float(params["precision_slope"]),
+        params["training_count"],
+        params["precision_offset"],
+    )
+    mean_BTD = np.zeros((*items.shape, width))
+    precision_BTD = np.zeros((*items.shape, width))
+    for b in range(items.shape[0]):
+        length = row_length(items[b])
+        if length == 0:
+            continue
+        row = items[b : b + 1, :length]
+        mean = embed_normalised(params, row[0], ln_eps)
+        state = Gaussian(mean, initial_precision(tau_V, row, weights[b : b + 1, :length], width))
+        for layer in range(num_layers(params)):
+            state = post_norm_filtering_block(layer_params(params, layer), state, num_heads, ln_eps, shrinkage_dof)
+        mean_BTD[b, :length], precision_BTD[b, :length] = state.mean[0], state.precision[0]
+    return Gaussian(mean_BTD, precision_BTD)
+
+
+def plain_bert4rec_positions(params: Params, items: NDArray[np.int64], num_heads: int, ln_eps: float = LN_EPS) -> Array:
+    """Plain BERT4Rec ("The switch": off) before LN_f, at every position: (B,T,D), 0 at padding."""
+    hidden_BTD = np.zeros((*items.shape, params["token_embedding"].shape[1]))
+    for b in range(items.shape[0]):
+        length = row_length(items[b])
+        if length == 0:
+            continue
+        hidden = embed_normalised(params, items[b, :length], ln_eps)
+        for layer in range(num_layers(params)):
+            hidden = post_norm_plain_block(layer_params(params, layer), hidden, num_heads, ln_eps)
+        hidden_BTD[b, :length] = hidden[0]
+    return hidden_BTD
+
+
+def with_query(items: NDArray[np.int64], weights: Array) -> tuple[NDArray[np.int64], Array]:
+    """Each row (T,) with a MASK of weight 1 behind its last event, (T+1,); a row of padding only stays one."""
+    batch, length = items.shape
+    items_with, weights_with = np.zeros((batch, length + 1), dtype=np.int64), np.ones((batch, length + 1))
+    for b in range(batch):
+        events = row_length(items[b])
+        items_with[b, :events], weights_with[b, :events] = items[b, :events], weights[b, :events]
+        if events > 0:
+            items_with[b, events] = MASK
+    return items_with, weights_with
+
+
 def last_real(values_BTD: Array, items: NDArray[np.int64]) -> Array:
     """The last position that is not padding, (B,D); 0 for a row of padding only."""
     last_BD = np.zeros((values_BTD.shape[0], values_BTD.shape[2]))
@@ -457,7 +705,139 @@ def last_real(values_BTD: Array, items: NDArray[np.int64]) -> Array:
     return last_BD
 
 
+# --- HSTU: embed, then (observe, update, process noise) per layer --------------------------------------------
+
+
+def time_bucket(gap_s: float, num_buckets: int) -> int:
+    """How often a difference of at least one second can be divided by 1.35, at most num_buckets − 1."""
+    bucket = 0
+    while bucket < num_buckets - 1 and abs(gap_s) >= 1.35 ** (bucket + 1):
+        bucket += 1
+    return bucket
+
+
+def hstu_bias(layer: Params, timestamps: Array) -> Array:
+    """Relative position and relative time of one unpadded row (T,), NaN for no time; later positions get 0. (1,T,T)."""
+    length, num_buckets = len(timestamps), len(layer["time_bias"]) - 1
+    bias = np.zeros((1, length, length))
+    for t in range(length):
+        for j in range(t + 1):
+            gap_s = timestamps[t] - timestamps[j]
+            bucket = num_buckets if math.isnan(gap_s) else time_bucket(gap_s, num_buckets)
+            bias[0, t, j] = layer["position_bias"][t - j] + layer["time_bias"][bucket]
+    return bias
+
+
+def hstu_projections(layer: Params, mean_BTD: Array) -> dict[str, Array]:
+    """SiLU of linear maps of the normalised state: gate, value, query, key, each (B,T,D)."""
+    width = mean_BTD.shape[2]
+    normed = layer_norm(mean_BTD, np.ones(width), np.zeros(width), HSTU_LN_EPS)
+    return {name: silu(normed @ layer[f"{name}_weight"].T) for name in ("gate", "value", "query", "key")}
+
+
+def hstu_innovation(layer: Params, gate_BTD: Array, attended_BTD: Array) -> Array:
+    """W_o (U∘LN(AV)) + b_o."""
+    width = gate_BTD.shape[2]
+    normed = layer_norm(attended_BTD, np.ones(width), np.zeros(width), HSTU_LN_EPS)
+    return (gate_BTD * normed) @ layer["output_weight"].T + layer["output_bias"]
+
+
+def hstu_filtering_block(
+    layer: Params, prior: Gaussian, bias: Array, num_heads: int, attention_norm: float, shrinkage_dof: float
+) -> Gaussian:
+    """One causal HSTU layer with filtering on; there is no feed-forward: J = 0."""
+    parts = hstu_projections(layer, prior.mean)
+    query, key, value = (split_heads(parts[name], num_heads) for name in ("query", "key", "value"))
+    visible = np.tril(np.ones(bias.shape, dtype=bool))
+    neighbour_precision = prior.precision.mean(axis=-1)
+    field = sandwich(query, key, value, bias, neighbour_precision, visible, attention_norm, shrinkage_dof)
+    observed = observation_precision(field.variance, field.effective_sample_size, layer["output_weight"])
+    innovation = hstu_innovation(layer, parts["gate"], field.mean)
+    posterior = update(prior.mean, prior.precision, innovation, observed)
+    return Gaussian(posterior.mean, 1.0 / (1.0 / posterior.precision + softplus(layer["process_noise_raw"])))
+
+
+def hstu_plain_block(layer: Params, mean_BTD: Array, bias: Array, num_heads: int, attention_norm: float) -> Array:
+    """One ordinary causal HSTU layer (Zhai et al. 2024): pointwise attention, norm, gate, residual."""
+    parts = hstu_projections(layer, mean_BTD)
+    query, key, value = (split_heads(parts[name], num_heads) for name in ("query", "key", "value"))
+    batch, heads, length, channels = query.shape
+    attended = np.zeros_like(mean_BTD)
+    for b in range(batch):
+        for h in range(heads):
+            for t in range(length):
+                for j in range(t + 1):
+                    attention = silu(query[b, h, t] @ key[b, h, j] + bias[b, t, j]) / attention_norm
+                    attended[b, t, h * channels : (h + 1) * channels] += attention * value[b, h, j]
+    return mean_BTD + hstu_innovation(layer, parts["gate"], attended)
+
+
+def hstu_forward_positions(
+    params: Params,
+    items: NDArray[np.int64],
+    weights: Array,
+    timestamps: Array,
+    num_heads: int,
+    attention_norm: float,
+    shrinkage_dof: float = 1.0,
+) -> Gaussian:
+    """BFT-HSTU at every position: (B,T,D) mean and precision, both 0 at padding.
+
+    Args:
+        items, weights: as in `forward_positions`.
+        timestamps: (B,T) seconds, NaN for no time; ignored at padding.
+        attention_norm: > 0.
+    """
+    width = params["token_embedding"].shape[1]
+    tau_V = item_precision(
+        float(params["precision_intercept"]),
+        float(params["precision_slope"]),
+        params["training_count"],
+        params["precision_offset"],
+    )
+    mean_BTD = np.zeros((*items.shape, width))
+    precision_BTD = np.zeros((*items.shape, width))
+    for b in range(items.shape[0]):
+        length = row_length(items[b])
+        if length == 0:
+            continue
+        row = items[b : b + 1, :length]
+        embedded = params["token_embedding"][row] * math.sqrt(width)
+        state = Gaussian(embedded, initial_precision(tau_V, row, weights[b : b + 1, :length], width))
+        for number in range(num_layers(params)):
+            layer = layer_params(params, number)
+            bias = hstu_bias(layer, timestamps[b, :length])
+            state = hstu_filtering_block(layer, state, bias, num_heads, attention_norm, shrinkage_dof)
+        mean_BTD[b, :length], precision_BTD[b, :length] = state.mean[0], state.precision[0]
+    return Gaussian(mean_BTD, precision_BTD)
+
+
+def hstu_plain_forward_positions(
+    params: Params, items: NDArray[np.int64], timestamps: Array, num_heads: int, attention_norm: float
+) -> Array:
+    """Plain HSTU ("The switch": off) at every position: (B,T,D), 0 at padding."""
+    width = params["token_embedding"].shape[1]
+    hidden_BTD = np.zeros((*items.shape, width))
+    for b in range(items.shape[0]):
+        length = row_length(items[b])
+        if length == 0:
+            continue
+        hidden = params["token_embedding"][items[b : b + 1, :length]] * math.sqrt(width)
+        for number in range(num_layers(params)):
+            layer = layer_params(params, number)
+            bias = hstu_bias(layer, timestamps[b, :length])
+            hidden = hstu_plain_block(layer, hidden, bias, num_heads, attention_norm)
+        hidden_BTD[b, :length] = hidden[0]
+    return hidden_BTD
+
+
 # --- math.md, "Scoring and its uncertainty" -----------------------------------------------------------------
+
+
+def cosine_final_state(mean: Array, precision: Array, temperature: float) -> FinalState:
+    """HSTU: z = h/(κ‖h‖), ρ_d = 1/(κ²‖h‖²λ_d), for one user (D,) or many (…,D)."""
+    length = np.sqrt((mean**2).sum(axis=-1, keepdims=True))
+    return FinalState(mean / (temperature * length), 1.0 / (temperature**2 * length**2 * precision))
 
 
 def final_state(mean: Array, precision: Array, ln_weight: Array, ln_bias: Array, ln_eps: float = LN_EPS) -> FinalState:
@@ -518,8 +898,29 @@ def score_catalogue(
     ln_eps: float = LN_EPS,
 ) -> CatalogueScores:
     """Every item for one user whose last state is `mean`, `precision` (D,); `seen` is (N,)."""
-    user, user_variance = final_state(mean, precision, params["final_norm_weight"], params["final_norm_bias"], ln_eps)
-    item_embedding = params["token_embedding"][FIRST_ITEM:]
+    user = final_state(mean, precision, params["final_norm_weight"], params["final_norm_bias"], ln_eps)
+    return score_items(params, user, params["token_embedding"][FIRST_ITEM:], seen, temperature)
+
+
+def cosine_score_catalogue(
+    params: Params,
+    mean: Array,
+    precision: Array,
+    cosine_temperature: float,
+    seen: NDArray[np.bool_],
+    temperature: float = 1.0,
+) -> CatalogueScores:
+    """`score_catalogue` for HSTU: unit vectors on both sides, κ = `cosine_temperature`."""
+    items = params["token_embedding"][FIRST_ITEM:]
+    unit_items = items / np.sqrt((items**2).sum(axis=1, keepdims=True))
+    return score_items(params, cosine_final_state(mean, precision, cosine_temperature), unit_items, seen, temperature)
+
+
+def score_items(
+    params: Params, state: FinalState, item_embedding: Array, seen: NDArray[np.bool_], temperature: float
+) -> CatalogueScores:
+    """All items (N,D), as the head reads them, for one user."""
+    user, user_variance = state
     item_variance = candidate_variance(
         params["training_count"][FIRST_ITEM:],
         float(params["candidate_intercept"]),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.config import BOS, FIRST_ITEM, PAD, UNK, window_start
+from model.config import BOS, FIRST_ITEM, MASK, PAD, UNK, window_start
 from training.splits import Histories
 
 POOL_BATCHES = 32
@@ -102,6 +102,47 @@ def collate(windows: Windows, rows: Tensor) -> Batch:
     positions = predicts.flatten().nonzero().squeeze(1)
     targets = windows.items[events].flatten()[positions]
     return Batch(items, weights, timestamps, num_inputs, positions, targets)
+
+
+def collate_masked(
+    windows: Windows, rows: Tensor, mask_share: float, last_item_share: float, generator: torch.Generator
+) -> Batch:
+    """The batch of the named training windows with events masked, for a model that sees what follows a position.
+
+    A row is drawn to be one of two kinds:
+    - *served*: one of the window's targets, all equally likely, alone is masked, and the row ends there. It is the
+      row of a request at that moment, so that over the epochs each event is a target in the context it is served in;
+    - *cloze*: the whole window, its last target too, with events masked at random, at least one of them.
+
+    Args:
+        windows: of `training_windows`.
+        mask_share: probability in (0, 1) that a cloze row's event is masked.
+        last_item_share: probability in [0, 1] that a row is a served one.
+
+    Returns:
+        rows whose masked events are MASK of weight 1 without a time, and are the batch's positions; an unknown
+        item is never masked.
+    """
+    served = torch.rand(len(rows), generator=generator) < last_item_share
+    choice = torch.randint(2**31, (len(rows),), generator=generator) % windows.num_targets[rows]
+    last_target = torch.where(served, windows.first_target[rows] + choice, windows.num_inputs[rows])
+    none = torch.zeros_like(last_target)
+    shown = replace(windows, start=windows.start[rows], num_inputs=last_target + 1, first_target=none, num_targets=none)
+    batch = collate(shown, torch.arange(len(rows)))
+
+    known = batch.items >= FIRST_ITEM
+    draws = torch.rand(known.shape, generator=generator).masked_fill(~known, 2.0)
+    cloze = (draws < mask_share) | (draws == draws.amin(1, keepdim=True))
+    ends = torch.arange(known.shape[1]) == batch.last[:, None]
+    masked = torch.where(served[:, None], ends, cloze) & known
+    return replace(
+        batch,
+        items=batch.items.masked_fill(masked, MASK),
+        weights=batch.weights.masked_fill(masked, 1.0),
+        timestamps=batch.timestamps.masked_fill(masked, torch.nan),
+        positions=masked.flatten().nonzero().squeeze(1),
+        targets=batch.items[masked],
+    )
 
 
 def shuffled_batches(windows: Windows, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:

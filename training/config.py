@@ -37,6 +37,10 @@ class OptimizerConfig(BaseModel):
     """Shared uniform negatives a batch, for the sampled loss."""
     unknown_rate: float = Field(default=0.01, ge=0, lt=1)
     """Share of input events that training replaces by UNK."""
+    mask_share: float = Field(default=0.2, gt=0, lt=1)
+    """BERT4Rec: probability that an event of a row is masked, to be filled in; one is in any case."""
+    last_item_share: float = Field(default=0.5, ge=0, le=1)
+    """BERT4Rec: share of the rows that mask their last event alone, as a request does."""
     clip_norm: float = Field(default=5.0, gt=0)
     patience: int = Field(default=8, ge=1)
     """Epochs without a better validation NDCG@10 before training stops."""

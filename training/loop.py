@@ -16,7 +16,15 @@ from model.backbone import Backbone
 from model.bundle import Event
 from model.filtering import Gaussian
 from training import losses, metrics
-from training.batches import Batch, Windows, collate, shuffled_batches, training_windows, with_unknowns
+from training.batches import (
+    Batch,
+    Windows,
+    collate,
+    collate_masked,
+    shuffled_batches,
+    training_windows,
+    with_unknowns,
+)
 from training.config import ConfigError, OptimizerConfig
 from training.evaluate import ranks, score_users
 from training.splits import Split
@@ -104,7 +112,7 @@ def train_epoch(
     state.model.train()
     total, steps = 0.0, -(-len(windows) // config.batch_size)
     for step, rows in enumerate(shuffled_batches(windows, config.batch_size, state.generator), 1):
-        batch = with_unknowns(collate(windows, rows), config.unknown_rate, state.generator)
+        batch = training_batch(state.model, windows, rows, config, state.generator)
         loss = batch_loss(state.model, batch, config, state.generator)
         if not math.isfinite(loss.item()):
             raise ConfigError(
@@ -118,6 +126,17 @@ def train_epoch(
         total += loss.item()
         on_step(step, steps, total / step)
     return total / steps
+
+
+def training_batch(
+    model: Backbone, windows: Windows, rows: Tensor, config: OptimizerConfig, generator: torch.Generator
+) -> Batch:
+    """The batch of the named windows: a causal model predicts each next event, another fills in masked ones."""
+    if model.causal:
+        batch = collate(windows, rows)
+    else:
+        batch = collate_masked(windows, rows, config.mask_share, config.last_item_share, generator)
+    return with_unknowns(batch, config.unknown_rate, generator)
 
 
 def batch_loss(model: Backbone, batch: Batch, config: OptimizerConfig, generator: torch.Generator) -> Tensor:

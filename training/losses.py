@@ -35,7 +35,7 @@ def full_cross_entropy(model: Backbone, state: Gaussian, targets_R: Tensor) -> T
             strict=True,
         )
         return sum(checkpoint(_plain_chunk, model, *chunk, use_reentrant=False) for chunk in chunks) / len(rows)
-    head, catalogue = model.head, model.item_embedding.weight[FIRST_ITEM:]
+    head, catalogue = model.head, model.catalogue()
     readout = head.readout(state)
     candidate_variance = head.candidate_variance(model.log_count)
     total = GaussianCrossEntropy.apply(

@@ -42,7 +42,7 @@ class EncoderGraph(nn.Module):
 
 
 class RankerGraph(nn.Module):
-    """State → list: `ranker.onnx`. The item table is a buffer; T and c stay inputs."""
+    """State → list: `ranker.onnx`. The item table, as the head reads it, is a buffer; T and c stay inputs."""
 
     item_table: Tensor
     candidate_variance: Tensor
@@ -53,7 +53,7 @@ class RankerGraph(nn.Module):
     def __init__(self, model: Backbone) -> None:
         super().__init__()
         self.head = model.head
-        table = model.item_embedding.weight.detach()
+        table = model.head.items(model.item_embedding.weight.detach())
         log_count = torch.cat([torch.zeros(FIRST_ITEM), model.log_count])
         self.register_buffer("item_table", table)
         self.register_buffer("candidate_variance", model.head.candidate_variance(log_count).detach())
@@ -346,7 +346,7 @@ def _ranker_case(model: Backbone, state: Gaussian, history: Tensor, temperature:
 
     log_probability = (possible / temperature).log_softmax(-1)
     probability = log_probability.exp()
-    squares = model.item_embedding.weight[FIRST_ITEM:][top.indices].square()
+    squares = model.catalogue()[top.indices].square()
     prior = (squares * prior_readout_variance(model)).sum(-1)
     left = (squares * model.head.readout(state).variance[:, None]).sum(-1)
     inputs = {

@@ -49,6 +49,44 @@ def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_
 
 
 @script(BFT, default_opset=op)
+def SandwichAttention(
+    query, key, value, bias, neighbour_precision, visible, attention_norm: float, shrinkage_dof: float
+):
+    """`filtering.sandwich` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
+    hidden = op.ReduceMax(op.CastLike(visible, query), [1], keepdims=0) == 0.0
+    finite_precision = op.Where(hidden, 1.0, neighbour_precision)
+    logits = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) + op.Unsqueeze(bias, [1])
+    # Not x·Sigmoid(x): a runtime's Sigmoid may be exact to 1e-8 only, which far below 0 is all there is.
+    activation = logits / (1.0 + op.Exp(-logits))
+    norm = op.CastLike(op.Constant(value_float=attention_norm), query)
+    attention = op.Where(op.Unsqueeze(visible, [1]), activation / norm, 0.0)
+
+    mask = op.CastLike(visible, query)
+    count = op.ReduceSum(mask, [2], keepdims=1)
+    total = op.MatMul(mask, op.Unsqueeze(finite_precision, [2]))
+    relative = op.Unsqueeze(finite_precision, [1]) * (count / op.Where(count > 0.0, total, 1.0))
+    weights = attention * op.Unsqueeze(relative, [1])
+    seen = op.ReduceSum(weights * weights, [3], keepdims=1) >= 1e-20
+
+    magnitude = op.Abs(weights)
+    mass = magnitude / op.Where(seen, op.ReduceSum(magnitude, [3], keepdims=1), 1.0)
+    squares = mass * mass
+    n = 1.0 / op.Where(seen, op.ReduceSum(squares, [3], keepdims=1), 1.0)
+    centre = op.MatMul(mass, value)
+    spread = op.MatMul(squares, value * value) - 2.0 * centre * op.MatMul(squares, value)
+    sandwich_variance = op.Max(n * spread + centre * centre, 0.0)
+    kriging_prior_variance = op.MatMul(mass, op.Unsqueeze(1.0 / finite_precision, [1, 3]))
+    dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
+    shrunk = (dof * kriging_prior_variance + n * sandwich_variance) / (dof + n - 1.0)
+    shrunk_variance = op.Where(seen, shrunk, 1.0)
+
+    mean = op.Reshape(op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3]), [0, 0, -1])
+    variance = op.Reshape(op.Transpose(shrunk_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
+    effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
+    return mean, variance, effective_sample_size
+
+
+@script(BFT, default_opset=op)
 def KalmanUpdate(prior_mean, prior_precision, innovation, observation_precision):
     """`filtering.update` → mean, precision, gain, each (B,T,D)."""
     precision = prior_precision + observation_precision
@@ -80,6 +118,26 @@ def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process
 
     predicted_mean = mean + drift
     predicted_precision = 1.0 / (stretch * stretch / precision + process_noise_variance)
+    return predicted_mean, predicted_precision
+
+
+@script(BFT, default_opset=op)
+def PostNormPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
+    """`filtering.predict_post_norm` → mean, precision, each (B,T,D)."""
+    hidden = op.MatMul(mean, op.Transpose(w1, perm=[1, 0])) + b1
+    cumulative = 0.5 * (1.0 + op.Erf(hidden * 0.7071067811865476))
+    w2_transposed = op.Transpose(w2, perm=[1, 0])
+    moved = mean + (op.MatMul(hidden * cumulative, w2_transposed) + b2)
+
+    slope = cumulative + hidden * op.Exp(-0.5 * hidden * hidden) * 0.3989422804014327
+    stretch = 1.0 + op.MatMul(slope, w2_transposed * w1)
+    moved_variance = stretch * stretch / precision + process_noise_variance
+
+    centred = moved - op.ReduceMean(moved, [-1], keepdims=1)
+    eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
+    scale_squared = op.ReduceMean(centred * centred, [-1], keepdims=1) + eps
+    predicted_mean = centred / op.Sqrt(scale_squared) * ln_weight + ln_bias
+    predicted_precision = scale_squared / (moved_variance * (ln_weight * ln_weight + 1e-6))
     return predicted_mean, predicted_precision
 
 
@@ -126,7 +184,7 @@ def GaussianTopK(
     return numbers, logit, score_mean, score_variance, log_partition, entropy
 
 
-FUNCTIONS = (KrigingAttention, KalmanUpdate, DynamicsPredict, GaussianTopK)
+FUNCTIONS = (KrigingAttention, SandwichAttention, KalmanUpdate, DynamicsPredict, PostNormPredict, GaussianTopK)
 
 
 class EmittedSteps:
@@ -143,15 +201,26 @@ class EmittedSteps:
         dropout: float = 0.0,
     ) -> KrigedField:
         """See `filtering.krige`; an exported graph has no dropout."""
-        batch, heads, length, channels = query_BHTC.shape
-        state = (batch, length, heads * channels)
-        outputs = _emit(
-            "KrigingAttention",
-            (query_BHTC, key_BHSC, value_BHSC, neighbour_precision_BS, visible_BTS),
-            (state, state, (batch, heads, length)),
-            {"shrinkage_dof": shrinkage_dof},
-        )
-        return KrigedField(*outputs)
+        inputs = (query_BHTC, key_BHSC, value_BHSC, neighbour_precision_BS, visible_BTS)
+        attributes = {"shrinkage_dof": shrinkage_dof}
+        return KrigedField(*_emit("KrigingAttention", inputs, _field_shapes(query_BHTC), attributes))
+
+    @staticmethod
+    def sandwich(
+        query_BHTC: Tensor,
+        key_BHSC: Tensor,
+        value_BHSC: Tensor,
+        bias_BTS: Tensor,
+        neighbour_precision_BS: Tensor,
+        visible_BTS: Tensor,
+        attention_norm: float,
+        shrinkage_dof: float = 1.0,
+        dropout: float = 0.0,
+    ) -> KrigedField:
+        """See `filtering.sandwich`; an exported graph has no dropout."""
+        inputs = (query_BHTC, key_BHSC, value_BHSC, bias_BTS, neighbour_precision_BS, visible_BTS)
+        attributes = {"attention_norm": attention_norm, "shrinkage_dof": shrinkage_dof}
+        return KrigedField(*_emit("SandwichAttention", inputs, _field_shapes(query_BHTC), attributes))
 
     @staticmethod
     def update(prior: Gaussian, innovation_BTD: Tensor, observation_precision_BTD: Tensor) -> Posterior:
@@ -162,9 +231,12 @@ class EmittedSteps:
     @staticmethod
     def predict(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Gaussian:
         """See `filtering.predict`; an exported graph has no dropout."""
-        *parameters, ln_eps = dynamics
-        shape = posterior.mean.shape
-        return Gaussian(*_emit("DynamicsPredict", (*posterior, *parameters), (shape, shape), {"ln_eps": ln_eps}))
+        return _emit_prediction("DynamicsPredict", posterior, dynamics)
+
+    @staticmethod
+    def predict_post_norm(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Gaussian:
+        """See `filtering.predict_post_norm`; an exported graph has no dropout."""
+        return _emit_prediction("PostNormPredict", posterior, dynamics)
 
 
 def emit_gaussian_top_k(inputs: tuple[Tensor, ...], num_listed: int) -> tuple[Tensor, ...]:
@@ -183,6 +255,19 @@ def attach_bodies(model: onnx.ModelProto) -> tuple[str, ...]:
     if not any(entry.domain == DOMAIN for entry in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     return tuple(used)
+
+
+def _field_shapes(query_BHTC: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Of a `KrigedField`'s parts."""
+    batch, heads, length, channels = query_BHTC.shape
+    state = (batch, length, heads * channels)
+    return state, state, (batch, heads, length)
+
+
+def _emit_prediction(name: str, posterior: Gaussian, dynamics: Dynamics) -> Gaussian:
+    *parameters, ln_eps = dynamics
+    shape = posterior.mean.shape
+    return Gaussian(*_emit(name, (*posterior, *parameters), (shape, shape), {"ln_eps": ln_eps}))
 
 
 def _emit(

@@ -7,8 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.backbone import Backbone
+from model.build import build_model
 from model.config import BOS, FIRST_ITEM, PAD, UNK, ModelConfig
-from model.sasrec import SASRec
 from tests import reference
 
 
@@ -18,11 +19,11 @@ def small_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**(sizes | changes))
 
 
-def perturbed_model(config: ModelConfig, counts: Tensor, seed: int, dtype: torch.dtype = torch.float32) -> SASRec:
+def perturbed_model(config: ModelConfig, counts: Tensor, seed: int, dtype: torch.dtype = torch.float32) -> Backbone:
     """A model in eval mode with every parameter (θ, q, LayerNorm, biases …) off its starting value."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        model = SASRec(config, counts).to(dtype).eval()
+        model = build_model(config, counts).to(dtype).eval()
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape))
     if dtype == torch.float64:
@@ -33,7 +34,7 @@ def perturbed_model(config: ModelConfig, counts: Tensor, seed: int, dtype: torch
     return model
 
 
-def reference_params(model: SASRec, counts: Tensor) -> dict[str, NDArray[np.float64]]:
+def reference_params(model: Backbone, counts: Tensor) -> dict[str, NDArray[np.float64]]:
     """The model's state by the names of tests/reference.py; a plain model lacks what concerns precision."""
     state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}
     params = {
@@ -43,6 +44,8 @@ def reference_params(model: SASRec, counts: Tensor) -> dict[str, NDArray[np.floa
         "final_norm_weight": state["head.norm.weight"],
         "final_norm_bias": state["head.norm.bias"],
     }
+    if model.config.backbone == "bert4rec":
+        params |= {f"embedding_norm_{kind}": state[f"embedding_norm.{kind}"] for kind in ("weight", "bias")}
     for index in range(model.config.num_layers):
         params |= {f"layers.{index}.{name}": array for name, array in _layer(state, f"layers.{index}.").items()}
     if model.config.filtering:
@@ -104,7 +107,7 @@ def random_rows(
 
 
 def reference_states(
-    model: SASRec, counts: Tensor, items: NDArray[np.int64], weights: NDArray[np.float32]
+    model: Backbone, counts: Tensor, items: NDArray[np.int64], weights: NDArray[np.float32]
 ) -> reference.Gaussian:
     """The reference's mean and precision (B,T,D) for the model's parameters."""
     config = model.config
@@ -114,4 +117,52 @@ def reference_states(
         weights.astype(np.float64),
         config.num_heads,
         shrinkage_dof=config.shrinkage_dof,
+    )
+
+
+def hstu_params(model: Backbone, counts: Tensor) -> dict[str, NDArray[np.float64]]:
+    """`reference_params` for HSTU."""
+    state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}
+    params = {
+        "token_embedding": state["item_embedding.weight"],
+        "training_count": np.concatenate([np.zeros(FIRST_ITEM), counts.double().numpy()]),
+    }
+    for index in range(model.config.num_layers):
+        prefix = f"layers.{index}."
+        projections = np.split(state[f"{prefix}inner.weight"], 4)
+        names = ("gate", "value", "query", "key")
+        params |= {f"{prefix}{name}_weight": part for name, part in zip(names, projections, strict=True)}
+        params |= {f"{prefix}{name}": state[f"{prefix}{name}"] for name in ("position_bias", "time_bias")}
+        params |= {f"{prefix}output_{kind}": state[f"{prefix}output.{kind}"] for kind in ("weight", "bias")}
+        if model.config.filtering:
+            params[f"{prefix}process_noise_raw"] = state[f"{prefix}raw_process_noise"]
+    if model.config.filtering:
+        params |= {
+            "precision_intercept": state["initial_precision.level"],
+            "precision_slope": state["initial_precision.frequency_slope"],
+            "precision_offset": state["initial_precision.deviation"],
+            "candidate_intercept": state["head.candidate_level"],
+            "candidate_slope_raw": state["head.candidate_slope"],
+            "score_shrinkage_raw": state["head.variance_scale"],
+        }
+    return params
+
+
+def hstu_states(
+    model: Backbone,
+    counts: Tensor,
+    items: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    timestamps: NDArray[np.float64],
+) -> reference.Gaussian:
+    """The reference's mean and precision (B,T,D) for an HSTU's parameters."""
+    config = model.config
+    return reference.hstu_forward_positions(
+        hstu_params(model, counts),
+        read_as(items, counts, config.min_input_count),
+        weights.astype(np.float64),
+        timestamps,
+        config.num_heads,
+        config.attention_norm,
+        config.shrinkage_dof,
     )

@@ -43,7 +43,11 @@ CALIBRATION = Calibration(
 GOLDEN = [
     GoldenCase(
         "encoder",
-        {"items": np.array([[1, 4]]), "weights": np.array([[1.0, 0.5]], np.float32)},
+        {
+            "items": np.array([[1, 4]]),
+            "weights": np.array([[1.0, 0.5]], np.float32),
+            "timestamps": np.array([[np.nan, 1.7e9]]),
+        },
         {"mean": np.array([[0.1, -0.2]], np.float32), "precision": np.array([[3.0, np.inf]], np.float32)},
     ),
     GoldenCase("ranker", {"k": np.array([2]), "temperature": np.array(1.3, np.float32)}, {"logit": np.array([[1.0]])}),

@@ -5,6 +5,7 @@ float64 for the reference, so that both see the same numbers.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from model.filtering import (
     kriging_weights,
     observation_precision,
     predict,
+    predict_post_norm,
     update,
 )
 from tests import reference
@@ -42,6 +44,14 @@ PRECISIONS = [
     pytest.param(torch.float32, MODERATE, FLOAT32_TOL, id="float32"),
     pytest.param(torch.float32, EXTREME, FLOAT32_EXTREME_TOL, id="float32-extreme"),
 ]
+PREDICTIONS = pytest.mark.parametrize(
+    ("step", "expected_step"),
+    [
+        pytest.param(predict, reference.predict, id="pre-norm"),
+        pytest.param(predict_post_norm, reference.predict_post_norm, id="post-norm"),
+    ],
+)
+PredictStep = Callable[..., Gaussian]
 many_cases = settings(max_examples=40, deadline=None, derandomize=True)
 few_cases = settings(max_examples=20, deadline=None, derandomize=True)
 
@@ -158,9 +168,11 @@ def reference_field(inputs: FieldInputs, shrinkage_dof: float = 1.0) -> referenc
     return reference.krige(*numpy64(*inputs[:5]), shrinkage_dof=shrinkage_dof)
 
 
-def reference_prediction(state: Gaussian, dynamics: Dynamics) -> reference.Gaussian:
+def reference_prediction(
+    step: Callable[..., reference.Gaussian], state: Gaussian, dynamics: Dynamics
+) -> reference.Gaussian:
     mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, noise = numpy64(*state, *dynamics[:7])
-    return reference.predict(mean, precision, ln_weight, ln_bias, dynamics.ln_eps, w1, b1, w2, b2, noise)
+    return step(mean, precision, ln_weight, ln_bias, dynamics.ln_eps, w1, b1, w2, b2, noise)
 
 
 def has_neighbour(visible: Tensor) -> Tensor:
@@ -230,17 +242,24 @@ def test_update_equals_the_reference(dtype: torch.dtype, limit: float, tol: floa
     assert_precision_close(posterior.precision, expected.precision, tol, "posterior precision")
 
 
+@PREDICTIONS
 @pytest.mark.parametrize(("dtype", "limit", "tol"), PRECISIONS)
 @many_cases
 @given(shape=shapes, ffn_width=st.integers(1, 12))
 def test_predict_equals_the_reference(
-    dtype: torch.dtype, limit: float, tol: float, shape: Shape, ffn_width: int
+    step: PredictStep,
+    expected_step: Callable[..., reference.Gaussian],
+    dtype: torch.dtype,
+    limit: float,
+    tol: float,
+    shape: Shape,
+    ffn_width: int,
 ) -> None:
     rng = np.random.default_rng(shape.seed)
     state = draw_state(rng, dtype, shape, limit)
     dynamics = draw_dynamics(rng, dtype, shape.width, ffn_width)
-    predicted = predict(state, dynamics)
-    expected = reference_prediction(state, dynamics)
+    predicted = step(state, dynamics)
+    expected = reference_prediction(expected_step, state, dynamics)
     assert_close(predicted.mean, expected.mean, tol, "predicted mean")
     assert_precision_close(predicted.precision, expected.precision, tol, "predicted precision")
 
@@ -299,10 +318,13 @@ def test_one_position_may_look_at_a_longer_cache(shape: Shape, neighbours: int) 
 # --- 1. finite, forward and backward ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("step", [predict, predict_post_norm])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @many_cases
 @given(shape=shapes, mask=masks)
-def test_no_value_and_no_gradient_is_nan_or_infinite(dtype: torch.dtype, shape: Shape, mask: str) -> None:
+def test_no_value_and_no_gradient_is_nan_or_infinite(
+    dtype: torch.dtype, step: PredictStep, shape: Shape, mask: str
+) -> None:
     inputs = draw_field(shape, mask, dtype, EXTREME)
     rng = np.random.default_rng(shape.seed)
     prior, dynamics = draw_state(rng, dtype, shape, EXTREME), draw_dynamics(rng, dtype, shape.width, 8)
@@ -313,7 +335,7 @@ def test_no_value_and_no_gradient_is_nan_or_infinite(dtype: torch.dtype, shape: 
     field = krige(*inputs[:5])
     observed = observation_precision(field, inputs.output_weight)
     posterior = update(prior, field.mean @ inputs.output_weight.T, observed)
-    predicted = predict(Gaussian(posterior.mean, posterior.precision), dynamics)
+    predicted = step(Gaussian(posterior.mean, posterior.precision), dynamics)
     outputs = [*field, observed, *posterior, *predicted]
     predicted_loss = predicted.mean.sum() + predicted.precision.log().sum()
     gradients = torch.autograd.grad(predicted_loss, leaves, allow_unused=True)
@@ -384,12 +406,13 @@ def test_gradcheck_of_update() -> None:
     assert torch.autograd.gradcheck(lambda m, p, i, o: tuple(update(Gaussian(m, p), i, o)), leaves)
 
 
-def test_gradcheck_of_predict() -> None:
+@pytest.mark.parametrize("step", [predict, predict_post_norm])
+def test_gradcheck_of_predict(step: PredictStep) -> None:
     rng = np.random.default_rng(13)
     shape = Shape(13, 2, 2, 2, 2)
     state, dynamics = draw_state(rng, torch.float64, shape, MODERATE), draw_dynamics(rng, torch.float64, 4, 5)
     leaves = [x.requires_grad_() for x in (*state, *dynamics[:7])]
-    assert torch.autograd.gradcheck(lambda m, p, *rest: tuple(predict(Gaussian(m, p), Dynamics(*rest))), leaves)
+    assert torch.autograd.gradcheck(lambda m, p, *rest: tuple(step(Gaussian(m, p), Dynamics(*rest))), leaves)
 
 
 # --- 1. the Jacobian is exact -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ A tiny perturbed model is exported once with filtering on and once with it off; 
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,9 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
 
     width = exported.model.config.width
     encoder, ranker = exported.proto("encoder").graph, exported.proto("ranker").graph
-    assert axes(encoder.input) == {"items": ["batch", "time"], "weights": ["batch", "time"]}
+    grid = ["batch", "time"]
+    assert axes(encoder.input) == {"items": grid, "weights": grid, "timestamps": grid}
+    assert encoder.input[2].type.tensor_type.elem_type == TensorProto.DOUBLE
     assert axes(encoder.output) == {"mean": ["batch", width], "precision": ["batch", width]}
     assert axes(ranker.input) == {
         "mean": ["batch", width],
@@ -184,6 +186,14 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
 # --- the encoder --------------------------------------------------------------------------------------------
 
 
+def encoder_inputs(items: NDArray[np.int64], weights: NDArray[np.float32]) -> Arrays:
+    """Events one day apart, the third without a time."""
+    timestamps = 1.7e9 + 86_400.0 * np.arange(items.shape[1]) + np.zeros(items.shape)
+    timestamps[items == BOS] = np.nan
+    timestamps[:, 3:4] = np.nan
+    return {"items": items, "weights": weights, "timestamps": timestamps}
+
+
 @pytest.mark.parametrize("length", [1, 4, MAX_LEN + 1])
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("padding", [0, 2])
@@ -192,7 +202,7 @@ def test_the_encoder_equals_torch_at_the_last_event(exported: Exported, length: 
     padding = min(padding, MAX_LEN + 1 - length)
     items = np.pad(items, ((0, 0), (0, padding)))
     weights = np.pad(weights, ((0, 0), (0, padding)))
-    found = exported.run("encoder", {"items": items, "weights": weights})
+    found = exported.run("encoder", encoder_inputs(items, weights))
     with torch.no_grad():
         state = exported.model.encode(torch.from_numpy(items), torch.from_numpy(weights))
     for row in range(batch):
@@ -208,7 +218,7 @@ def test_the_encoder_equals_torch_at_the_last_event(exported: Exported, length: 
 
 def test_the_encoder_equals_the_float64_reference(on: Exported) -> None:
     items, weights = random_rows(np.random.default_rng(3), 4, MAX_LEN + 1, NUM_ITEMS)
-    found = on.run("encoder", {"items": items, "weights": weights})
+    found = on.run("encoder", encoder_inputs(items, weights))
     expected = reference_states(on.model, COUNTS, items, weights)
     assert_close(found["mean"], reference.last_real(expected.mean, items), FLOAT32_TOL, "mean")
     assert_precision_close(found["precision"], reference.last_real(expected.precision, items), FLOAT32_TOL)
@@ -385,7 +395,7 @@ def test_reliability_is_the_share_of_a_new_user_s_variance_that_the_history_reso
 
 
 def test_a_new_user_s_reliability_is_zero_and_a_plain_model_has_none(on: Exported, off: Exported) -> None:
-    inputs = {"items": np.array([[BOS]]), "weights": np.ones((1, 1), np.float32)}
+    inputs = encoder_inputs(np.array([[BOS]]), np.ones((1, 1), np.float32))
     for exported, expected in ((on, 0.0), (off, np.nan)):
         found = rank(exported, exported.run("encoder", inputs), [[]], [[]], 5)
         np.testing.assert_allclose(found["reliability"], np.full((1, 5), expected), atol=FLOAT32_TOL)
@@ -393,7 +403,7 @@ def test_a_new_user_s_reliability_is_zero_and_a_plain_model_has_none(on: Exporte
 
 def test_the_ranker_equals_torch_on_encoded_histories(exported: Exported) -> None:
     items, weights = random_rows(np.random.default_rng(11), 2, MAX_LEN + 1, NUM_ITEMS)
-    state = exported.run("encoder", {"items": items, "weights": weights})
+    state = exported.run("encoder", encoder_inputs(items, weights))
     found = rank(exported, state, [[], []], [[], []], NUM_ITEMS)
     mean, precision = (torch.from_numpy(state[name]) for name in ("mean", "precision"))
     with torch.no_grad():
@@ -482,6 +492,41 @@ def test_the_body_of_kriging_attention_equals_the_reference(
     assert (variance[~seen] == 1).all()
 
 
+# Far below 0 a SiLU is as good as its exponential; a runtime's own Sigmoid is not.
+@pytest.mark.parametrize(("limit", "tol"), LIMITS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("level", "shrinkage_dof"), [(0.0, 1.0), (0.0, 2.5), (-14.0, 1.0), (-100.0, 1.0)])
+def test_the_body_of_sandwich_attention_equals_the_reference(
+    shape: tuple[int, ...], level: float, shrinkage_dof: float, limit: float, tol: float
+) -> None:
+    batch, heads, channels, positions, neighbours = shape
+    rng = np.random.default_rng(sum(shape))
+    real = np.arange(neighbours) < rng.integers(1, neighbours + 1, size=(batch, 1))
+    real[-1] &= batch == 1  # the last of several rows is padding only
+    causal = np.tril(np.ones((positions, neighbours), bool), neighbours - positions)
+    visible = causal & real[:, None, :]
+    precision = positive(rng, limit, batch, neighbours)
+    precision[~visible.any(1)] = 0.0  # what padding comes with
+    inputs = {
+        "query": normal(rng, batch, heads, positions, channels),
+        "key": normal(rng, batch, heads, neighbours, channels),
+        "value": normal(rng, batch, heads, neighbours, channels),
+        "bias": level + normal(rng, batch, positions, neighbours),
+        "neighbour_precision": precision,
+        "visible": visible,
+    }
+    mean, variance, sample_size = run_body(
+        "SandwichAttention", inputs, 3, attention_norm=50.0, shrinkage_dof=shrinkage_dof
+    )
+    expected = reference.sandwich(*float64(*inputs.values()), attention_norm=50.0, shrinkage_dof=shrinkage_dof)
+    seen = expected.effective_sample_size.transpose(0, 2, 1).repeat(channels, -1) > 0
+    assert seen.any() == (level > -100)
+    assert_close(mean, expected.mean, tol, "mean")
+    assert_close(sample_size, expected.effective_sample_size, tol, "effective sample size")
+    assert_close(variance[seen], expected.variance[seen], tol, "sandwich variance")
+    assert (variance[~seen] == 1).all()
+
+
 @pytest.mark.parametrize(("limit", "tol"), LIMITS)
 @pytest.mark.parametrize("size", [(1, 1, 1), (3, 5, 8)])
 def test_the_body_of_kalman_update_equals_the_reference(size: tuple[int, int, int], limit: float, tol: float) -> None:
@@ -503,8 +548,11 @@ def test_the_body_of_kalman_update_equals_the_reference(size: tuple[int, int, in
 
 @pytest.mark.parametrize(("limit", "tol"), LIMITS)
 @pytest.mark.parametrize("size", [(1, 1, 2, 1), (2, 1, 8, 12), (3, 6, 5, 9)])
-def test_the_body_of_dynamics_predict_equals_the_reference(
-    size: tuple[int, int, int, int], limit: float, tol: float
+@pytest.mark.parametrize(
+    ("name", "step"), [("DynamicsPredict", reference.predict), ("PostNormPredict", reference.predict_post_norm)]
+)
+def test_the_bodies_of_both_predictions_equal_the_reference(
+    name: str, step: Callable[..., reference.Gaussian], size: tuple[int, int, int, int], limit: float, tol: float
 ) -> None:
     batch, length, width, hidden = size
     rng = np.random.default_rng(sum(size))
@@ -523,9 +571,9 @@ def test_the_body_of_dynamics_predict_equals_the_reference(
         "process_noise_variance": 0.02 * positive(rng, 2.0, width),
     }
     ln_eps = 1e-5
-    predicted_mean, predicted_precision = run_body("DynamicsPredict", inputs, 2, ln_eps=ln_eps)
+    predicted_mean, predicted_precision = run_body(name, inputs, 2, ln_eps=ln_eps)
     values = float64(*inputs.values())
-    expected = reference.predict(*values[:4], ln_eps, *values[4:])
+    expected = step(*values[:4], ln_eps, *values[4:])
     assert_close(predicted_mean, expected.mean, tol, "predicted mean")
     assert_precision_close(predicted_precision, expected.precision, tol)
 

@@ -58,6 +58,11 @@ def test_special_tokens_have_their_own_precision_and_no_frequency_term() -> None
     assert_precision_close(module.item_precision()[:FIRST_ITEM], expected, FLOAT32_TOL)
 
 
+def test_a_runaway_theta_stays_a_finite_precision() -> None:
+    module = precision_with(0.0, 0.0, {FIRST_ITEM: 500.0, FIRST_ITEM + 1: -500.0})
+    assert_precision_close(module.item_precision()[FIRST_ITEM : FIRST_ITEM + 2], [1e6, 1e-6], FLOAT32_TOL)
+
+
 def test_padding_has_precision_1_whatever_its_weight() -> None:
     module = precision_with(3.0, 1.0, {PAD: 5.0})
     found = module(torch.tensor([[BOS, PAD, PAD]]), torch.tensor([[1.0, 0.0, 1e9]]), NO_TABLE)

@@ -263,7 +263,7 @@ def test_with_equal_item_precision_the_first_layer_s_kriging_weights_are_softmax
             parameter.zero_()
     items, weights = rows(41, 2, MAX_LEN + 1, torch.float64)
     steps = RecordingSteps()
-    model.encode(items, torch.ones_like(weights), steps)
+    model.encode(items, torch.ones_like(weights), steps=steps)
     query, key, _, neighbour_precision, visible = steps.krige_inputs[0]
 
     found = filtering.kriging_weights(query, key, neighbour_precision, visible)
@@ -292,7 +292,7 @@ class PlainSteps(RecordingSteps):
 def test_uniform_precision_gain_1_and_no_process_noise_make_the_plain_backbone() -> None:
     model = perturbed_model(small_config(), COUNTS, seed=42, dtype=torch.float64)
     items, weights = random_rows(np.random.default_rng(43), 3, MAX_LEN + 1, len(COUNTS))
-    state = model.encode(*tensors(items, weights, torch.float64), PlainSteps())
+    state = model.encode(*tensors(items, weights, torch.float64), steps=PlainSteps())
     read = np.where(items == FIRST_ITEM, UNK, items)
     expected = reference.plain_forward_positions(reference_params(model, COUNTS), read, model.config.num_heads)
     assert_close(state.mean, expected, FLOAT64_TOL)
@@ -308,7 +308,7 @@ def test_a_lighter_event_moves_what_is_observed_towards_its_absence() -> None:
         weights = torch.ones(items.shape, dtype=torch.float64)
         weights[0, light] = weight
         steps = RecordingSteps(hidden_neighbour)
-        model.encode(items, weights, steps)
+        model.encode(items, weights, steps=steps)
         query, key, value, neighbour_precision, visible = steps.krige_inputs[0]
         kriging = filtering.kriging_weights(query, key, neighbour_precision, visible)
         field = filtering.krige(query, key, value, neighbour_precision, visible)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.config import FIRST_ITEM
+from model.config import FIRST_ITEM, ModelConfig
 from model.filtering import Gaussian
 from model.scoring import GaussianHead, Scores
 from tests import reference
@@ -68,7 +68,7 @@ def draw_case(
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
 
-    head = GaussianHead(width, filtering).to(dtype)
+    head = GaussianHead(ModelConfig(width=width, num_heads=1, filtering=filtering)).to(dtype)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.5 * normal(*parameter.shape))

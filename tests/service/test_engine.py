@@ -43,7 +43,8 @@ def engine(tiny: Path) -> Engine:
 def row(*rows: int) -> EncoderRow:
     """A history of the catalogue's items of those rows."""
     items = np.array([BOS, *(number + FIRST_ITEM for number in rows)], np.int64)
-    return EncoderRow(items, np.ones(len(items), np.float32))
+    timestamps = np.array([np.nan, *(1.7e9 + 60 * np.arange(len(rows)))])
+    return EncoderRow(items, np.ones(len(items), np.float32), timestamps)
 
 
 def test_rows_of_all_lengths_encode_in_a_batch_as_they_do_alone_and_as_in_torch(engine: Engine) -> None:
@@ -55,7 +56,8 @@ def test_rows_of_all_lengths_encode_in_a_batch_as_they_do_alone_and_as_in_torch(
     for one, state in zip(rows, together, strict=True):
         alone = engine.run_rows(ENCODER, [one])[0]
         with torch.no_grad():
-            expected = model.encode(torch.tensor(one.items[None]), torch.tensor(one.weights[None]))
+            history = (torch.from_numpy(part[None]) for part in (one.items, one.weights, one.timestamps))
+            expected = model.encode(*history)
         for found in (state, alone):
             np.testing.assert_allclose(found.mean, expected.mean[0, -1], rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(np.log(found.precision), expected.precision[0, -1].log(), rtol=1e-5, atol=1e-5)
@@ -109,6 +111,11 @@ def test_inputs_are_padded_on_the_right_to_a_bucket() -> None:
     assert inputs["items"].tolist() == [[BOS, 4, *[PAD] * 6], [BOS, 4, 5, 6, *[PAD] * 4]]
     assert inputs["weights"].shape == (2, 8)
     assert inputs["weights"].dtype == np.float32
+    assert inputs["timestamps"].dtype == np.float64
+    np.testing.assert_array_equal(
+        inputs["timestamps"],
+        [[np.nan, 1.7e9, *[np.nan] * 6], [np.nan, 1.7e9, 1.7e9 + 60, 1.7e9 + 120, *[np.nan] * 4]],
+    )
 
 
 def test_buckets_reach_exactly_the_longest_row() -> None:

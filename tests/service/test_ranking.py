@@ -25,9 +25,9 @@ def bundle(tiny: Path) -> Bundle:
 
 
 def history(count: int, max_len: int, seen: np.ndarray = NOTHING) -> History:
-    """A user whose event number e was on item 100 + e."""
+    """A user whose event number e was on item 100 + e, at second 1,000 + e."""
     kept = np.arange(max(0, count - max_len), count) + 100
-    return History(count, kept, np.ones(len(kept), np.float32), seen)
+    return History(count, kept, np.ones(len(kept), np.float32), kept + 900.0, seen)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,8 @@ def test_the_row_shows_bos_and_the_window_of_the_total_count(count: int, shown: 
 
     assert row.items.tolist() == [BOS, *(event + 100 for event in shown)]
     assert row.weights.tolist() == [1.0] * (len(shown) + 1)
+    np.testing.assert_array_equal(row.timestamps, [np.nan, *(event + 1000.0 for event in shown)])
+    assert row.timestamps.dtype == np.float64
 
 
 def test_numbers_of_other_catalogues_are_unknown_unless_this_one_learned_the_id(bundle: Bundle) -> None:
@@ -179,3 +181,18 @@ def test_a_told_history_with_one_undated_event_stays_in_its_order(bundle: Bundle
 
     assert told_history(dated, bundle).items.tolist() == [5, 4, 6]
     assert told_history([*dated, told(3)], bundle).items.tolist() == [6, 5, 4, 7]
+
+
+def test_a_told_history_carries_seconds_and_no_number_where_an_event_has_no_time(bundle: Bundle) -> None:
+    events = [
+        told(0, timestamp=1_764_424_800.25),
+        told(1, timestamp=7, weight=0),
+        told(2),
+        told(3, timestamp="2025-11-29T14:00:00.5Z"),
+    ]
+
+    found = told_history(events, bundle)
+
+    # `date -u -d 2025-11-29T14:00:00.5Z +%s.%N`
+    np.testing.assert_array_equal(found.timestamps, [1_764_424_800.25, np.nan, 1_764_424_800.5])
+    assert found.timestamps.dtype == np.float64

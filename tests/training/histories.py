@@ -5,23 +5,29 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from model.backbone import Backbone
+from model.build import build_model
 from model.config import FIRST_ITEM, ModelConfig
-from model.sasrec import SASRec
 from training.splits import Histories, Split, Targets, training_counts
 
 SMALL = ModelConfig(max_len=8, width=16, num_layers=1, num_heads=2, ffn_width=32, dropout=0.0)
 
 
-def histories_of(users: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None = None) -> Histories:
-    """Histories of users given as lists of item numbers; every weight is 1 unless told."""
+def histories_of(
+    users: Sequence[Sequence[int]],
+    weights: Sequence[Sequence[float]] | None = None,
+    timestamps: Sequence[Sequence[float]] | None = None,
+) -> Histories:
+    """Histories of users given as lists of item numbers; unless told, every weight is 1 and no event has a time."""
     items = [item for user in users for item in user]
     flat_weights = [1.0] * len(items) if weights is None else [weight for user in weights for weight in user]
+    flat_timestamps = [np.nan] * len(items) if timestamps is None else [time for user in timestamps for time in user]
     return Histories(
         user_ids=[f"u{row}" for row in range(len(users))],
         offsets=np.cumsum([0, *map(len, users)]).astype(np.int64),
         items=np.array(items, dtype=np.int64),
         weights=np.array(flat_weights, dtype=np.float32),
-        timestamps=np.full(len(items), np.nan),
+        timestamps=np.array(flat_timestamps, dtype=np.float64),
     )
 
 
@@ -47,17 +53,17 @@ def leave_one_out(walks: Sequence[Sequence[int]]) -> Split:
     )
 
 
-def small_model(num_items: int, filtering: bool = True, seed: int = 0, spread: float = 1.0) -> SASRec:
+def small_model(num_items: int, filtering: bool = True, seed: int = 0, spread: float = 1.0) -> Backbone:
     """An untrained model whose items differ by far more than they do at initialisation."""
     torch.manual_seed(seed)
     counts = torch.arange(num_items) % 7
-    model = SASRec(SMALL.model_copy(update={"filtering": filtering}), counts)
+    model = build_model(SMALL.model_copy(update={"filtering": filtering}), counts)
     with torch.no_grad():
         model.item_embedding.weight.normal_(std=spread)
     return model.eval()
 
 
-def fresh_model(split: Split, num_items: int, config: ModelConfig = SMALL, seed: int = 0) -> SASRec:
+def fresh_model(split: Split, num_items: int, config: ModelConfig = SMALL, seed: int = 0) -> Backbone:
     """A model as a training run would begin with."""
     torch.manual_seed(seed)
-    return SASRec(config, torch.from_numpy(training_counts(split.train, num_items)))
+    return build_model(config, torch.from_numpy(training_counts(split.train, num_items)))

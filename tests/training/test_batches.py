@@ -129,6 +129,16 @@ def test_an_unknown_item_is_an_input_but_never_a_target() -> None:
     assert batch.positions.tolist() == [0, 2]
 
 
+def test_timestamps_stand_beside_their_events_and_bos_and_padding_have_none() -> None:
+    moment = 1_764_424_800.125
+    histories = histories_of([[4, 5, 6], [7]], [[1.0, 0.0, 2.0], [1.0]], [[moment, moment + 1, np.nan], [moment + 9]])
+
+    batch = collate(serving_windows(histories, max_len=4), torch.tensor([0, 1]))
+
+    assert batch.timestamps.dtype == torch.float64
+    np.testing.assert_array_equal(batch.timestamps, [[np.nan, moment, np.nan], [np.nan, moment + 9, np.nan]])
+
+
 def test_users_without_any_event_are_served_bos_alone() -> None:
     windows = serving_windows(histories_of([[], []]), max_len=4)
 
@@ -201,7 +211,7 @@ def test_unknowns_replace_the_given_share_of_input_events(rate: float) -> None:
 
 
 def test_unknowns_leave_special_tokens_padding_weights_and_targets_alone() -> None:
-    histories = histories_of([[4, UNK, 5, 6], [7]], [[0.5, 1.0, 2.0, 1.0], [3.0]])
+    histories = histories_of([[4, UNK, 5, 6], [7]], [[0.5, 1.0, 2.0, 1.0], [3.0]], [[1.0, 2.0, 3.0, 4.0], [5.0]])
     batch = collate(training_windows(histories, max_len=8), torch.tensor([0, 1]))
 
     changed = with_unknowns(batch, 0.999, torch.Generator().manual_seed(4))
@@ -209,4 +219,5 @@ def test_unknowns_leave_special_tokens_padding_weights_and_targets_alone() -> No
     assert changed.items.tolist() == [[BOS, UNK, UNK, UNK], [BOS, PAD, PAD, PAD]]
     for name in ("weights", "last", "positions", "targets"):
         assert torch.equal(getattr(changed, name), getattr(batch, name)), name
+    assert torch.equal(changed.timestamps.nan_to_num(), batch.timestamps.nan_to_num())
     assert batch.items.tolist() == [[BOS, 4, UNK, 5], [BOS, PAD, PAD, PAD]]

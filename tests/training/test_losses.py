@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import FIRST_ITEM
+from model.build import build_model
+from model.config import FIRST_ITEM, ModelConfig
 from model.filtering import Gaussian
 from model.sasrec import SASRec
 from tests.tolerance import FLOAT64_TOL, assert_close
@@ -99,6 +100,26 @@ def test_full_cross_entropy_has_the_gradient_of_the_unchunked_formula(
         } <= found.keys()
     for name, gradient in found.items():
         assert_close(gradient, 3 * expected[name], FLOAT64_TOL, name)
+
+
+@FILTERING
+def test_full_cross_entropy_reads_the_items_as_the_head_does(filtering: bool) -> None:
+    """HSTU's head reads unit vectors: a gradient across an item's length would show here."""
+    torch.manual_seed(3)
+    config = ModelConfig(backbone="hstu", filtering=filtering, width=16, temperature=0.2)
+    model, state = build_model(config, torch.arange(NUM_ITEMS)).double(), states(filtering)
+    plain = -model.score(state).logit.log_softmax(1)[torch.arange(NUM_STATES), targets() - FIRST_ITEM].mean()
+    expected = gradients(plain, model, state)
+
+    loss = losses.full_cross_entropy(model, state, targets())
+    found = gradients(loss, model, state)
+
+    assert_close(loss, plain, FLOAT64_TOL)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert_close(gradient, expected[name], FLOAT64_TOL, name)
+    along = (found["item_embedding.weight"] * model.item_embedding.weight).sum(1)
+    assert_close(along, torch.zeros_like(along), FLOAT64_TOL)
 
 
 def test_special_tokens_get_no_gradient_from_the_output() -> None:

@@ -1,0 +1,78 @@
+"""BERT4Rec (Sun et al. 2019) with filtering layers in Post-LN form, or plain when filtering is off.
+
+B batch · T positions (BOS first, then events, right padding) · D width
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model import filtering
+from model.backbone import EMBEDDING_STD, Backbone, without_padding
+from model.config import MASK, PAD, ModelConfig
+from model.filtering import Gaussian
+from model.layers import FilteringLayer, PlainLayer, Steps
+
+
+class BERT4Rec(Backbone):
+    """A bidirectional encoder: every real position sees every real position, itself and MASKs among them.
+
+    It reads the next event at a MASK behind the last one; trained, it fills in masked events. Timestamps order
+    the events and are not read. See `Backbone`.
+    """
+
+    causal: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, training_counts: Tensor) -> None:
+        super().__init__(config, training_counts)
+        self.position_embedding = nn.Embedding(config.max_len + 2, config.width)
+        nn.init.normal_(self.position_embedding.weight, std=EMBEDDING_STD)
+        self.embedding_norm = nn.LayerNorm(config.width)
+        layer = PostNormFilteringLayer if config.filtering else PostNormPlainLayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))
+
+    def encode(
+        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
+    ) -> Gaussian:
+        """See `Backbone.encode`; MASK stands for an event to be told, with weight 1; T ≤ max_len + 2."""
+        real_BT = items_BT != PAD
+        positions = torch.arange(items_BT.shape[1], device=items_BT.device)
+        embedded = self.embedding_norm(self.embed(items_BT) + self.position_embedding(positions))
+        state = self.prior(embedded, items_BT, weights_BT)
+
+        visible_BTS = real_BT[:, None, :].expand(-1, items_BT.shape[1], -1)
+        for layer in self.layers:
+            state = layer(state, visible_BTS, steps)
+        return without_padding(state, real_BT)
+
+    def final_state(
+        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
+    ) -> Gaussian:
+        """The state (B,D) at a MASK behind the last event; T ≤ max_len + 1. A row of padding stays one."""
+        after_last_B1 = (items_BT != PAD).sum(1, keepdim=True)
+        query_B1 = torch.where(after_last_B1 > 0, MASK, PAD)
+        items = F.pad(items_BT, (0, 1), value=PAD).scatter(1, after_last_B1, query_B1)
+        weights = F.pad(weights_BT, (0, 1), value=1.0).scatter(1, after_last_B1, 1.0)
+        return super().final_state(items, weights, None, steps)
+
+
+class PostNormFilteringLayer(FilteringLayer):
+    """Observe, update, LayerNorm; predict with its LayerNorm (math.md §1–3)."""
+
+    def forward(self, prior: Gaussian, visible_BTS: Tensor, steps: Steps = filtering) -> Gaussian:
+        """The predicted state after this layer, the next layer's prior."""
+        norm = self.attention.norm
+        posterior = self.observe(prior, prior.mean, visible_BTS, steps)
+        normalised = filtering.normalise(posterior, norm.weight, norm.bias, norm.eps)
+        return steps.predict_post_norm(normalised, self.dynamics(), self.config.dropout if self.training else 0.0)
+
+
+class PostNormPlainLayer(PlainLayer):
+    """The layer with filtering off: an ordinary Post-LN Transformer layer, which carries no precision."""
+
+    def forward(self, prior: Gaussian, visible_BTS: Tensor, steps: Steps = filtering) -> Gaussian:
+        """The state after this layer; its precision is the input's, untouched."""
+        hidden = self.attention.norm(prior.mean + self.attend(prior.mean, visible_BTS))
+        return Gaussian(self.feed_forward.norm(hidden + self.drift(hidden)), prior.precision)

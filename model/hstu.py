@@ -1,0 +1,160 @@
+"""HSTU (Zhai et al. 2024, arXiv 2402.17152, research form) with filtering layers, or plain when filtering is off.
+
+Attention is pointwise, SiLU in place of the softmax, so that its sum says how much of something a history holds.
+Its logits carry a relative position and a relative time; there is no absolute position. Two things differ from the
+published code: a position's time differences start at its own event and not at the next, which is the one to be
+told, and the attention's divisor is a constant of the model and not the padded length.
+
+B batch · T positions (BOS first, then events, right padding) · S = T neighbours · D width · H heads · C = D/H
+"""
+
+import math
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model import filtering
+from model.backbone import Backbone, without_padding
+from model.config import PAD, ModelConfig
+from model.filtering import Gaussian
+from model.layers import Steps
+
+WEIGHT_STD = 0.02
+LN_EPS = 1e-6
+"""Small: the attended values whose scale the LayerNorm takes away are small themselves."""
+BUCKET_RATIO = 1.35
+"""Each bucket of time differences begins at this many times where the one before it does."""
+
+
+class Relations(NamedTuple):
+    """What a position t is to a neighbour j.
+
+    `visible` (B,T,S), bool; `distance` (T,S), t − j in positions, 0 for what comes later; `time_bucket` (B,T,S).
+    """
+
+    visible: Tensor
+    distance: Tensor
+    time_bucket: Tensor
+
+
+class HSTU(Backbone):
+    """A causal encoder that reads when events happened; see `Backbone`. `ffn_width` means nothing to it."""
+
+    causal: ClassVar[bool] = True
+
+    def __init__(self, config: ModelConfig, training_counts: Tensor) -> None:
+        super().__init__(config, training_counts)
+        layer = FilteringHSTULayer if config.filtering else PlainHSTULayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))
+
+    def encode(
+        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
+    ) -> Gaussian:
+        """See `Backbone.encode`; T ≤ max_len + 1."""
+        real_BT = items_BT != PAD
+        if timestamps_BT is None:
+            timestamps_BT = torch.full_like(items_BT, math.nan, dtype=torch.float64)
+        positions = torch.arange(items_BT.shape[1], device=items_BT.device)
+        distance_TS = positions[:, None] - positions[None, :]
+        relations = Relations(
+            visible=(distance_TS >= 0)[None] & real_BT[:, None, :],
+            distance=distance_TS.clamp_min(0),
+            time_bucket=time_buckets(timestamps_BT, self.config.time_buckets),
+        )
+        state = self.prior(self.embed(items_BT), items_BT, weights_BT)
+        for layer in self.layers:
+            state = layer(state, relations, steps)
+        return without_padding(state, real_BT)
+
+
+def time_buckets(timestamps_BT: Tensor, num_buckets: int) -> Tensor:
+    """Bucket of the time between each two positions: ⌊log(max(|Δt|, 1 s))/log 1.35⌋, the last one open.
+
+    Args:
+        timestamps_BT: seconds, float64 (float32 tells today's seconds apart by minutes only), NaN for no time.
+        num_buckets: how many; ≥ 1.
+
+    Returns:
+        (B,T,S) int64, 0 … num_buckets − 1, and num_buckets where either has no time.
+    """
+    gap_s_BTS = (timestamps_BT[:, :, None] - timestamps_BT[:, None, :]).abs()
+    bucket_BTS = (gap_s_BTS.clamp_min(1).log() / math.log(BUCKET_RATIO)).floor().clamp_max(num_buckets - 1)
+    return torch.where(gap_s_BTS.isnan(), num_buckets, bucket_BTS).long()
+
+
+class HSTULayer(nn.Module):
+    """What the filtering layer and the plain one share: projections, relative bias, and the gated output."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = nn.LayerNorm(config.width, eps=LN_EPS, elementwise_affine=False)
+        self.inner = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.attended_norm = nn.LayerNorm(config.width, eps=LN_EPS, elementwise_affine=False)
+        self.output = nn.Linear(config.width, config.width)
+        self.position_bias = nn.Parameter(torch.empty(config.max_len + 1))
+        self.time_bias = nn.Parameter(torch.empty(config.time_buckets + 1))
+        for weight in (self.inner.weight, self.position_bias, self.time_bias):
+            nn.init.normal_(weight, std=WEIGHT_STD)
+        nn.init.xavier_uniform_(self.output.weight)
+
+    def project(self, mean_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gate U (B,T,D); value, query and key, each (B,H,T,C): SiLU of a linear map of LN(h)."""
+        gate, *parts = F.silu(self.inner(self.norm(mean_BTD))).chunk(4, -1)
+        heads = (*mean_BTD.shape[:2], self.config.num_heads, self.config.width // self.config.num_heads)
+        value, query, key = (part.reshape(heads).transpose(1, 2) for part in parts)
+        return gate, value, query, key
+
+    def bias(self, relations: Relations) -> Tensor:
+        """Relative position plus relative time, (B,T,S), one for all heads."""
+        return self.position_bias[relations.distance] + self.time_bias[relations.time_bucket]
+
+    def innovation(self, gate_BTD: Tensor, attended_BTD: Tensor) -> Tensor:
+        """W_o (U∘LN(AV)) + b_o (B,T,D); dropout acts before W_o."""
+        gated = gate_BTD * self.attended_norm(attended_BTD)
+        return self.output(F.dropout(gated, self.config.dropout, self.training))
+
+
+class FilteringHSTULayer(HSTULayer):
+    """Observe, update, and process noise: there is no feed-forward to predict by (math.md §1–3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        raw_noise = math.log(math.expm1(config.process_noise_init))
+        self.raw_process_noise = nn.Parameter(torch.full((config.width,), raw_noise))
+
+    def forward(self, prior: Gaussian, relations: Relations, steps: Steps = filtering) -> Gaussian:
+        """The predicted state after this layer, the next layer's prior."""
+        config = self.config
+        gate, value, query, key = self.project(prior.mean)
+        field = steps.sandwich(
+            query,
+            key,
+            value,
+            self.bias(relations),
+            prior.precision.mean(-1),
+            relations.visible,
+            config.attention_norm,
+            config.shrinkage_dof,
+            config.attention_dropout if self.training else 0.0,
+        )
+        # The field's variance is read here: the LayerNorm takes its scale away, and the gate acts on the mean alone.
+        observed = filtering.observation_precision(field, self.output.weight)
+        posterior = steps.update(prior, self.innovation(gate, field.mean), observed)
+        return filtering.diffuse(Gaussian(posterior.mean, posterior.precision), F.softplus(self.raw_process_noise))
+
+
+class PlainHSTULayer(HSTULayer):
+    """The layer with filtering off: an ordinary HSTU layer, which carries no precision."""
+
+    def forward(self, prior: Gaussian, relations: Relations, steps: Steps = filtering) -> Gaussian:
+        """The state after this layer; its precision is the input's, untouched."""
+        gate, value, query, key = self.project(prior.mean)
+        attention = filtering.pointwise_attention(
+            query, key, self.bias(relations), relations.visible, self.config.attention_norm
+        )
+        attention = F.dropout(attention, self.config.attention_dropout, self.training)
+        attended = (attention @ value).transpose(1, 2).flatten(2)
+        return Gaussian(prior.mean + self.innovation(gate, attended), prior.precision)

@@ -1,0 +1,96 @@
+"""What the recommender hands to the encoder: the window, with the time of every event."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model.bundle import open_bundle
+from model.config import BOS, FIRST_ITEM
+from model.registry import resolve
+from service.context import RequestContext, unhurried
+from service.engine import EncoderRow, RankerRow, Ranking, State
+from service.recommender import Recommender, Subjects
+from service.schemas import RecommendationRequest
+from service.states import Event, MemoryStore, StoreLimits, Subject
+from service.telemetry import IdHasher, Metrics
+from tests.service.bundles import ITEM_IDS, MAX_LEN
+
+pytestmark = pytest.mark.anyio
+
+T0 = 1_764_424_800
+"""A moment in 2025, in Unix seconds."""
+
+
+class RecordingEngine:
+    """Remembers the rows it is asked to encode, and ranks nothing."""
+
+    def __init__(self) -> None:
+        self.rows: list[EncoderRow] = []
+
+    async def encode(self, row: EncoderRow, request: RequestContext) -> State:
+        self.rows.append(row)
+        return State(np.zeros(16, np.float32), np.ones(16, np.float32))
+
+    async def rank(self, row: RankerRow, request: RequestContext) -> Ranking:
+        nothing = np.empty(0)
+        return Ranking(nothing.astype(np.int64), nothing, nothing, nothing, nothing, 0.0, 1.0)
+
+
+async def encoded(tiny: Path, asked: dict[str, object], events: list[Event]) -> EncoderRow:
+    """The row that a request makes of Ann's stored events, or of the history that it tells."""
+    bundle = open_bundle(resolve(tiny))
+    store = MemoryStore(lineage=bundle.manifest.lineage, limits=StoreLimits(max_len=MAX_LEN))
+    await store.append(Subject("user", "ann"), events)
+    engine, subjects = RecordingEngine(), Subjects(bundle, store)
+    nobody = State(np.zeros(16, np.float32), np.ones(16, np.float32))
+
+    recommender = Recommender(bundle, subjects, engine, nobody, Metrics(), IdHasher())
+    await recommender.recommend(RecommendationRequest.model_validate(asked), unhurried("test", 60))
+    await subjects.finish_saves()
+
+    (row,) = engine.rows
+    return row
+
+
+def stored(row: int, timestamp_ms: int) -> Event:
+    return Event(
+        item_number=FIRST_ITEM + row,
+        item_id=ITEM_IDS[row],
+        timestamp_ms=timestamp_ms,
+        weight=1.0,
+        identity=None,
+        undated=False,
+    )
+
+
+async def test_stored_events_reach_the_encoder_with_their_seconds(tiny: Path) -> None:
+    # In the order of arrival, which is not that of time.
+    events = [stored(7, T0 * 1000 + 250), stored(9, T0 * 1000 + 86_400_125), stored(8, T0 * 1000 + 1250)]
+
+    row = await encoded(tiny, {"user_id": "ann"}, events)
+
+    assert row.items.tolist() == [BOS, *(FIRST_ITEM + number for number in (7, 8, 9))]
+    np.testing.assert_array_equal(row.timestamps, [np.nan, T0 + 0.25, T0 + 1.25, T0 + 86_400.125])
+    assert row.timestamps.dtype == np.float64
+
+
+async def test_the_window_cuts_items_weights_and_times_alike(tiny: Path) -> None:
+    count = MAX_LEN + 3
+
+    row = await encoded(tiny, {"user_id": "ann"}, [stored(number, (T0 + number) * 1000) for number in range(count)])
+
+    # One stride of MAX_LEN/2 leaves at most MAX_LEN events.
+    shown = range(MAX_LEN // 2, count)
+    assert row.items.tolist() == [BOS, *(FIRST_ITEM + number for number in shown)]
+    assert len(row.weights) == len(row.items)
+    np.testing.assert_array_equal(row.timestamps, [np.nan, *(T0 + number for number in shown)])
+
+
+async def test_told_events_reach_the_encoder_with_their_seconds_or_none(tiny: Path) -> None:
+    told = [{"item_id": ITEM_IDS[5], "timestamp": T0 + 0.5}, {"item_id": ITEM_IDS[6]}]
+
+    row = await encoded(tiny, {"history": told}, [])
+
+    assert row.items.tolist() == [BOS, FIRST_ITEM + 5, FIRST_ITEM + 6]
+    np.testing.assert_array_equal(row.timestamps, [np.nan, T0 + 0.5, np.nan])
