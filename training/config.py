@@ -51,8 +51,8 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: str = Field(default="bft-sasrec", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
-    """The model's name, shown in every answer."""
+    name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    """The model's name, shown in every answer; None: `bft-` and the backbone."""
     data: DataConfig
     titles: Annotated[Path | None, Field(strict=False)] = None
     """A `.item` or CSV file with the items' titles."""
@@ -61,6 +61,11 @@ class RunConfig(BaseModel):
     """What a confidence is the probability of; `auto`: `next_new_item` unless users repeat items."""
     model: ModelConfig = ModelConfig()
     training: OptimizerConfig = OptimizerConfig()
+
+    @property
+    def model_name(self) -> str:
+        """The name that the bundle gets."""
+        return self.name or f"bft-{self.model.backbone}"
 
 
 class _Loader(yaml.SafeLoader):

@@ -110,7 +110,7 @@ def train(config: RunConfig, out: Path, report: Reporter, command: Sequence[str]
     record = _record(config, prepared, state, figures, command, time.monotonic() - begun)
     bundle = publish(model, prepared, calibration, record, out / "registry")
     write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
-    report.stage(f"published {config.name} {bundle.name}")
+    report.stage(f"published {config.model_name} {bundle.name}")
     return TrainedModel(bundle, record)
 
 
@@ -199,7 +199,7 @@ def publish(
         np.savez(staging / "golden.npz", **golden)
 
     manifest = {
-        "name": record["config"]["name"],
+        "name": record["name"],
         "lineage": catalog.lineage,
         "created_at": datetime.now(UTC),
         "model": model.config,
@@ -250,6 +250,7 @@ def _record(
 ) -> dict[str, Any]:
     """Everything needed to trace the run's figures: configuration, data, curve, versions, commit."""
     return {
+        "name": config.model_name,
         "config": config.model_dump(mode="json", exclude=PATHS),
         "command": [Path(command[0]).name, *command[1:]],
         "commit": _commit(),
