@@ -70,7 +70,7 @@ def fit(
         the final state, with the learning curve.
 
     Raises:
-        ConfigError: the loss is no longer finite.
+        ConfigError: the loss or its gradient is no longer finite.
     """
     windows = training_windows(split.train, model.config.max_len)
     state = TrainState(model, _optimizer(model, config), torch.Generator().manual_seed(config.seed))
@@ -107,21 +107,22 @@ def train_epoch(
     """One pass over all windows; returns the mean loss of the steps.
 
     Raises:
-        ConfigError: the loss is no longer finite.
+        ConfigError: the loss or its gradient is no longer finite.
     """
     state.model.train()
     total, steps = 0.0, -(-len(windows) // config.batch_size)
     for step, rows in enumerate(shuffled_batches(windows, config.batch_size, state.generator), 1):
         batch = training_batch(state.model, windows, rows, config, state.generator)
         loss = batch_loss(state.model, batch, config, state.generator)
-        if not math.isfinite(loss.item()):
-            raise ConfigError(
-                f"the loss is {loss.item()} at step {step} of epoch {state.epoch + 1}: training diverged;"
-                " lower training.learning_rate or training.precision_rate_multiple"
-            )
         state.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
+        norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
+        # A NaN gradient under a finite loss would turn every weight into NaN.
+        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+            raise ConfigError(
+                f"at step {step} of epoch {state.epoch + 1} the loss is {loss.item()}, its gradient {norm.item()}:"
+                " training diverged; lower training.learning_rate or training.precision_rate_multiple"
+            )
         state.optimizer.step()
         total += loss.item()
         on_step(step, steps, total / step)

@@ -262,6 +262,18 @@ def test_a_loss_that_is_no_longer_finite_stops_with_the_settings_to_lower(tmp_pa
     assert not checkpoint.exists()
 
 
+def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights() -> None:
+    split = walks_split()
+    model = fresh_model(split, NUM_ITEMS)
+    before = model.item_embedding.weight.detach().clone()
+    model.item_embedding.weight.register_hook(lambda gradient: gradient * torch.nan)
+
+    with pytest.raises(ConfigError, match=r"its gradient nan.*lower training\.learning_rate"):
+        fit(model, split, "next_item", settings())
+
+    assert torch.equal(model.item_embedding.weight, before)
+
+
 # The optimiser
 
 
