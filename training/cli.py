@@ -24,7 +24,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(registry_app, name="registry")
 
 # Read when torch is imported, below. A thread that waits for the others sleeps instead of spinning: with other work on
-# the same cores, spinning made an epoch of the demo nine times longer.
+# the same cores, spinning made an epoch many times longer.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
