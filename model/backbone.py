@@ -1,11 +1,13 @@
 """What every backbone is: embeddings, an initial precision, a scoring head, and an encoder of its own.
 
-B batch · T positions (BOS first, then events, right padding) · D width · N catalogue items · R states · M candidates
+B batch · T positions (BOS first, then events, right padding) · S neighbours · D width · H heads · C = D/H · Y layers
+N catalogue items · R states · M candidates
 """
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 from model import filtering
 from model.config import FIRST_ITEM, PAD, UNK, ModelConfig
 from model.filtering import Gaussian
-from model.layers import Steps
+from model.layers import Neighbours, Steps
 from model.precision import initial_precision
 from model.scoring import GaussianHead, Scores
 
@@ -67,9 +69,7 @@ class Backbone(nn.Module, ABC):
         self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
     ) -> Gaussian:
         """The state (B,D) from which the next event is predicted: the last real position's."""
-        state = self.encode(items_BT, weights_BT, timestamps_BT, steps)
-        last = ((items_BT != PAD).sum(1) - 1).clamp_min(0)[:, None, None].expand(-1, 1, state.mean.shape[-1])
-        return Gaussian(state.mean.gather(1, last)[:, 0], state.precision.gather(1, last)[:, 0])
+        return last_state(self.encode(items_BT, weights_BT, timestamps_BT, steps), items_BT)
 
     @property
     def num_items(self) -> int:
@@ -110,6 +110,134 @@ class Backbone(nn.Module, ABC):
         embedding = self.item_embedding.weight
         precision = self.initial_precision(self.input_number[items_BT], weights_BT, embedding)
         return Gaussian(dropped, precision[..., None].expand_as(dropped))
+
+
+class Cache(NamedTuple):
+    """What a causal encoder keeps of the positions it has read, so that `CausalBackbone.step` need not read them again.
+
+    `key`, `value` (B,Y,H,S,C) and `log_precision` (B,Y,S), log λ̄, of every layer, `timestamps` (B,S) as the encoder
+    was told them; the first `length` (B,) of the S positions are real, the others padding.
+    """
+
+    key: Tensor
+    value: Tensor
+    log_precision: Tensor
+    timestamps: Tensor
+    length: Tensor
+
+    @classmethod
+    def of(cls, shown: Sequence[Neighbours], timestamps_BT: Tensor, real_BT: Tensor) -> "Cache":
+        """From what the layers' positions showed."""
+        return cls(
+            key=torch.stack([layer.key for layer in shown], 1),
+            value=torch.stack([layer.value for layer in shown], 1),
+            log_precision=torch.stack([layer.precision.log() for layer in shown], 1),
+            timestamps=timestamps_BT,
+            length=real_BT.sum(1),
+        )
+
+    def layer(self, index: int) -> Neighbours:
+        """What one layer's positions show."""
+        return Neighbours(self.key[:, index], self.value[:, index], self.log_precision[:, index].exp())
+
+    def extended(self, added: "Cache") -> "Cache":
+        """The cache of these positions and the added ones behind them, all padding on the right."""
+        real_BS = torch.cat([self._real(), added._real()], 1)
+        order_BS = (~real_BS).int().argsort(dim=1, stable=True)[:, : int(real_BS.sum(1).max())]
+
+        def placed(past: Tensor, new: Tensor, order: Tensor, axis: int) -> Tensor:
+            return torch.cat([past, new], axis).take_along_dim(order, axis)
+
+        return Cache(
+            placed(self.key, added.key, order_BS[:, None, None, :, None], 3),
+            placed(self.value, added.value, order_BS[:, None, None, :, None], 3),
+            placed(self.log_precision, added.log_precision, order_BS[:, None], 2),
+            placed(self.timestamps, added.timestamps, order_BS, 1),
+            self.length + added.length,
+        )
+
+    def _real(self) -> Tensor:
+        return torch.arange(self.timestamps.shape[1], device=self.length.device) < self.length[:, None]
+
+
+class Sight(NamedTuple):
+    """Where positions stand and whom they see.
+
+    `position` (B,T) or (1,T), counted from BOS; `neighbour_position` (B,S) or (1,S); `visible` (B,T,S), bool. The
+    S neighbours are the cached positions, then the T ones themselves. No position is beyond max_len, padding neither.
+    """
+
+    position: Tensor
+    neighbour_position: Tensor
+    visible: Tensor
+
+
+class CausalBackbone(Backbone):
+    """A backbone in which a later event never changes an earlier position's state: events can be folded in one by one.
+
+    To encode a history and to fold events into a cached one is the same computation, `read`.
+    """
+
+    causal: ClassVar[bool] = True
+
+    @abstractmethod
+    def read(
+        self, cache: Cache | None, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor, steps: Steps
+    ) -> tuple[Gaussian, list[Neighbours]]:
+        """The state at T positions that follow the cached ones, and what they show in every layer; see `step`."""
+
+    def encode(
+        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
+    ) -> Gaussian:
+        """See `Backbone.encode`; T ≤ max_len + 1."""
+        return self.read(None, items_BT, weights_BT, _times(timestamps_BT, items_BT), steps)[0]
+
+    def step(
+        self,
+        cache: Cache | None,
+        items_BT: Tensor,
+        weights_BT: Tensor,
+        timestamps_BT: Tensor | None = None,
+        steps: Steps = filtering,
+    ) -> tuple[Gaussian, Cache]:
+        """Fold T further positions into a cached state, in O(T·(S+T)·D) (math.md, "What must hold", 4).
+
+        Args:
+            cache: of the S positions before, BOS among them; None: these are the first, BOS among them.
+            items_BT, weights_BT, timestamps_BT, steps: as in `encode`; with the cached ones at most max_len + 1
+                positions.
+
+        Returns:
+            the filtered state (B,T,D) at each of the T positions, and what they add to the cache.
+        """
+        timestamps_BT = _times(timestamps_BT, items_BT)
+        state, shown = self.read(cache, items_BT, weights_BT, timestamps_BT, steps)
+        return state, Cache.of(shown, timestamps_BT, items_BT != PAD)
+
+    def sight(self, cache: Cache | None, real_BT: Tensor) -> Sight:
+        """Each position sees the real ones up to itself."""
+        place = torch.arange(real_BT.shape[1], device=real_BT.device)
+        visible = (place[None, :] <= place[:, None])[None] & real_BT[:, None, :]
+        if cache is None:
+            return Sight(place[None], place[None], visible)
+        position = (cache.length[:, None] + place).clamp_max(self.config.max_len)
+        past = torch.arange(cache.timestamps.shape[1], device=real_BT.device)
+        past_is_real = (past < cache.length[:, None])[:, None, :].expand(-1, place.shape[0], -1)
+        return Sight(
+            position,
+            torch.cat([past.expand(position.shape[0], -1), position], 1),
+            torch.cat([past_is_real, visible], 2),
+        )
+
+
+def _times(timestamps_BT: Tensor | None, items_BT: Tensor) -> Tensor:
+    return torch.full_like(items_BT, math.nan, dtype=torch.float64) if timestamps_BT is None else timestamps_BT
+
+
+def last_state(state: Gaussian, items_BT: Tensor) -> Gaussian:
+    """The state (B,D) at each row's last real position; of a row of padding, its first."""
+    last = ((items_BT != PAD).sum(1) - 1).clamp_min(0)[:, None, None].expand(-1, 1, state.mean.shape[-1])
+    return Gaussian(state.mean.gather(1, last)[:, 0], state.precision.gather(1, last)[:, 0])
 
 
 def without_padding(state: Gaussian, real_BT: Tensor) -> Gaussian:

@@ -13,7 +13,7 @@ from model import filtering
 from model.backbone import EMBEDDING_STD, Backbone, without_padding
 from model.config import MASK, PAD, ModelConfig
 from model.filtering import Gaussian
-from model.layers import FilteringLayer, PlainLayer, Steps
+from model.layers import FilteringLayer, Neighbours, PlainLayer, Steps
 
 
 class BERT4Rec(Backbone):
@@ -44,7 +44,7 @@ class BERT4Rec(Backbone):
 
         visible_BTS = real_BT[:, None, :].expand(-1, items_BT.shape[1], -1)
         for layer in self.layers:
-            state = layer(state, visible_BTS, steps)
+            state, _ = layer(state, visible_BTS, steps=steps)
         return without_padding(state, real_BT)
 
     def final_state(
@@ -61,18 +61,23 @@ class BERT4Rec(Backbone):
 class PostNormFilteringLayer(FilteringLayer):
     """Observe, update, LayerNorm; predict with its LayerNorm (math.md §1–3)."""
 
-    def forward(self, prior: Gaussian, visible_BTS: Tensor, steps: Steps = filtering) -> Gaussian:
-        """The predicted state after this layer, the next layer's prior."""
-        norm = self.attention.norm
-        posterior = self.observe(prior, prior.mean, visible_BTS, steps)
+    def forward(
+        self, prior: Gaussian, visible_BTS: Tensor, past: Neighbours | None = None, steps: Steps = filtering
+    ) -> tuple[Gaussian, Neighbours]:
+        """As `FilteringLayer.forward`."""
+        norm, dropout = self.attention.norm, self.config.dropout if self.training else 0.0
+        posterior, shown = self.observe(prior, prior.mean, visible_BTS, past, steps)
         normalised = filtering.normalise(posterior, norm.weight, norm.bias, norm.eps)
-        return steps.predict_post_norm(normalised, self.dynamics(), self.config.dropout if self.training else 0.0)
+        return steps.predict_post_norm(normalised, self.dynamics(), dropout), shown
 
 
 class PostNormPlainLayer(PlainLayer):
     """The layer with filtering off: an ordinary Post-LN Transformer layer, which carries no precision."""
 
-    def forward(self, prior: Gaussian, visible_BTS: Tensor, steps: Steps = filtering) -> Gaussian:
-        """The state after this layer; its precision is the input's, untouched."""
-        hidden = self.attention.norm(prior.mean + self.attend(prior.mean, visible_BTS))
-        return Gaussian(self.feed_forward.norm(hidden + self.drift(hidden)), prior.precision)
+    def forward(
+        self, prior: Gaussian, visible_BTS: Tensor, past: Neighbours | None = None, steps: Steps = filtering
+    ) -> tuple[Gaussian, Neighbours]:
+        """As `FilteringLayer.forward`; the precision is the input's, untouched."""
+        innovation, shown = self.attend(prior, prior.mean, visible_BTS, past)
+        hidden = self.attention.norm(prior.mean + innovation)
+        return Gaussian(self.feed_forward.norm(hidden + self.drift(hidden)), prior.precision), shown

@@ -1,12 +1,15 @@
 """The bundle: a model as one immutable, checksummed folder that training writes and the service reads.
 
 Files (architecture.md, "The bundle"):
-    encoder.onnx, encoder.weights     history → state, weights as external data
-    ranker.onnx, ranker.weights       state → top-k with mean, variance and log-partition
-    items.parquet                     number ↔ id, training count, title
-    calibration.json                  temperature and confidence map
-    golden.npz                        inputs and outputs for the parity check on load
-    manifest.json                     what the model is, and the sha256 of every other file
+    encoder.onnx         history → state, and its cache
+    step.onnx            cache + further events → state, and what they add to the cache; causal backbones only
+    ranker.onnx          state → top-k with mean, variance and log-partition
+    model.safetensors    the weights: torch's, by their names there, and what else the graphs hold; the graphs point
+                         into it, so that each is on the disk, and mapped into memory, once
+    items.parquet        number ↔ id, training count, title
+    calibration.json     temperature and confidence map
+    golden.npz           inputs and outputs for the parity check on load
+    manifest.json        what the model is, and the sha256 of every other file
 
 Free of torch. Errors: every complaint about a bundle is a `BundleError` that names the folder and the file.
 """
@@ -16,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,19 +32,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from model.config import FIRST_ITEM, ModelConfig
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PARITY_TOLERANCE = 1e-5
 """|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold")."""
 MANIFEST = "manifest.json"
-FILES = (
-    "encoder.onnx",
-    "encoder.weights",
-    "ranker.onnx",
-    "ranker.weights",
-    "items.parquet",
-    "calibration.json",
-    "golden.npz",
-)
+WEIGHTS = "model.safetensors"
+ENCODER, STEP, RANKER = "encoder", "step", "ranker"
+"""The graphs; a bundle has `step` if its backbone is causal."""
 
 Event = Literal["next_new_item", "next_item"]
 """What a confidence is the probability of: the next item not had before, or the next item of any kind."""
@@ -179,12 +176,31 @@ class Manifest(Strict):
     num_items: int
     event: Event
     custom_ops: dict[str, tuple[str, ...]]
-    """Graph → names of its nodes in the ONNX domain `bft`."""
+    """Graph → names of its nodes in the ONNX domain `bft`; every graph of the bundle is named."""
     data: dict[str, Any]
     metrics: dict[str, Any]
     training: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, FileEntry]
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """The bundle's graphs, of `ENCODER`, `STEP`, `RANKER`."""
+        return tuple(self.custom_ops)
+
+    @model_validator(mode="after")
+    def _graphs_are_known(self) -> "Manifest":
+        if not {ENCODER, RANKER} <= set(self.graphs) <= {ENCODER, STEP, RANKER}:
+            raise ValueError(
+                f"custom_ops names the graphs {', '.join(self.graphs)}; accepted: {ENCODER}, {RANKER}"
+                f" and, for a causal backbone, {STEP}"
+            )
+        return self
+
+
+def file_names(graphs: Iterable[str]) -> tuple[str, ...]:
+    """The files of a bundle with these graphs, but the manifest."""
+    return (*(f"{graph}.onnx" for graph in graphs), WEIGHTS, "items.parquet", "calibration.json", "golden.npz")
 
 
 class Items:
@@ -309,7 +325,7 @@ class Bundle:
     items: Items
 
     def graph_path(self, graph: str) -> Path:
-        """Path of `encoder` or `ranker`."""
+        """Path of one of the manifest's `graphs`."""
         return self.folder / f"{graph}.onnx"
 
     def golden_cases(self) -> list[GoldenCase]:
@@ -366,7 +382,7 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
     Args:
         parent: the folder that receives the bundle.
         manifest: the fields of `Manifest` but `format_version`, `version` and `files`, which are added here.
-        fill: writes every file of `FILES` into the folder it is given.
+        fill: writes every file of `file_names` into the folder it is given; `manifest` is read after it.
 
     Returns:
         the bundle's folder; an identical bundle that is already there is left as it is.
@@ -379,11 +395,12 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
     staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=parent))
     try:
         fill(staging)
-        files = {}
+        files: dict[str, FileEntry] = {}
+        names = file_names(manifest["custom_ops"])
         for path in staging.iterdir():
-            if path.name not in FILES:
-                raise BundleError(f"{staging}: {path.name} is no file of a bundle; the export wrote too much")
-        for name in FILES:
+            if path.name not in names:
+                raise BundleError(f"{staging}: {path.name} is no file of this bundle; the export wrote too much")
+        for name in names:
             if not (staging / name).is_file():
                 raise BundleError(f"{staging}: {name} was not written; the export is incomplete")
             files[name] = FileEntry(sha256=_sha256(staging / name), size_bytes=(staging / name).stat().st_size)
@@ -442,7 +459,7 @@ def _verify_files(folder: Path, manifest: Manifest) -> None:
             raise BundleError(f"{folder}: {name} is missing; publish the bundle again")
         if path.stat().st_size != entry.size_bytes or _sha256(path) != entry.sha256:
             raise BundleError(f"{folder}: {name} does not match its checksum in {MANIFEST}; publish the bundle again")
-    for name in FILES:
+    for name in file_names(manifest.graphs):
         if name not in manifest.files:
             raise BundleError(f"{folder}: {MANIFEST} does not list {name}; export the bundle again")
 

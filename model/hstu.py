@@ -9,17 +9,17 @@ B batch · T positions (BOS first, then events, right padding) · S = T neighbou
 """
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model import filtering
-from model.backbone import Backbone, without_padding
+from model.backbone import Cache, CausalBackbone, without_padding
 from model.config import PAD, ModelConfig
 from model.filtering import Gaussian
-from model.layers import Steps
+from model.layers import Neighbours, Steps
 
 WEIGHT_STD = 0.02
 LN_EPS = 1e-6
@@ -31,7 +31,8 @@ BUCKET_RATIO = 1.35
 class Relations(NamedTuple):
     """What a position t is to a neighbour j.
 
-    `visible` (B,T,S), bool; `distance` (T,S), t − j in positions, 0 for what comes later; `time_bucket` (B,T,S).
+    `visible` (B,T,S), bool; `distance` (B,T,S) or (1,T,S), t − j in positions, 0 for what comes later; `time_bucket`
+    (B,T,S).
     """
 
     visible: Tensor
@@ -39,47 +40,47 @@ class Relations(NamedTuple):
     time_bucket: Tensor
 
 
-class HSTU(Backbone):
+class HSTU(CausalBackbone):
     """A causal encoder that reads when events happened; see `Backbone`. `ffn_width` means nothing to it."""
-
-    causal: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, training_counts: Tensor) -> None:
         super().__init__(config, training_counts)
         layer = FilteringHSTULayer if config.filtering else PlainHSTULayer
         self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))
 
-    def encode(
-        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
-    ) -> Gaussian:
-        """See `Backbone.encode`; T ≤ max_len + 1."""
+    def read(
+        self, cache: Cache | None, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor, steps: Steps
+    ) -> tuple[Gaussian, list[Neighbours]]:
+        """See `CausalBackbone.read`."""
         real_BT = items_BT != PAD
-        if timestamps_BT is None:
-            timestamps_BT = torch.full_like(items_BT, math.nan, dtype=torch.float64)
-        positions = torch.arange(items_BT.shape[1], device=items_BT.device)
-        distance_TS = positions[:, None] - positions[None, :]
+        sight = self.sight(cache, real_BT)
+        neighbour_times = timestamps_BT if cache is None else torch.cat([cache.timestamps, timestamps_BT], 1)
         relations = Relations(
-            visible=(distance_TS >= 0)[None] & real_BT[:, None, :],
-            distance=distance_TS.clamp_min(0),
-            time_bucket=time_buckets(timestamps_BT, self.config.time_buckets),
+            visible=sight.visible,
+            distance=(sight.position[:, :, None] - sight.neighbour_position[:, None, :]).clamp_min(0),
+            time_bucket=time_buckets(timestamps_BT, neighbour_times, self.config.time_buckets),
         )
         state = self.prior(self.embed(items_BT), items_BT, weights_BT)
-        for layer in self.layers:
-            state = layer(state, relations, steps)
-        return without_padding(state, real_BT)
+
+        shown = []
+        for index, layer in enumerate(self.layers):
+            state, neighbours = layer(state, relations, cache and cache.layer(index), steps)
+            shown.append(neighbours)
+        return without_padding(state, real_BT), shown
 
 
-def time_buckets(timestamps_BT: Tensor, num_buckets: int) -> Tensor:
-    """Bucket of the time between each two positions: ⌊log(max(|Δt|, 1 s))/log 1.35⌋, the last one open.
+def time_buckets(timestamps_BT: Tensor, neighbour_timestamps_BS: Tensor, num_buckets: int) -> Tensor:
+    """Bucket of the time between a position and a neighbour: ⌊log(max(|Δt|, 1 s))/log 1.35⌋, the last one open.
 
     Args:
-        timestamps_BT: seconds, float64 (float32 tells today's seconds apart by minutes only), NaN for no time.
+        timestamps_BT, neighbour_timestamps_BS: seconds, float64 (float32 tells today's seconds apart by minutes only),
+            NaN for no time.
         num_buckets: how many; ≥ 1.
 
     Returns:
         (B,T,S) int64, 0 … num_buckets − 1, and num_buckets where either has no time.
     """
-    gap_s_BTS = (timestamps_BT[:, :, None] - timestamps_BT[:, None, :]).abs()
+    gap_s_BTS = (timestamps_BT[:, :, None] - neighbour_timestamps_BS[:, None, :]).abs()
     bucket_BTS = (gap_s_BTS.clamp_min(1).log() / math.log(BUCKET_RATIO)).floor().clamp_max(num_buckets - 1)
     return torch.where(gap_s_BTS.isnan(), num_buckets, bucket_BTS).long()
 
@@ -125,16 +126,20 @@ class FilteringHSTULayer(HSTULayer):
         raw_noise = math.log(math.expm1(config.process_noise_init))
         self.raw_process_noise = nn.Parameter(torch.full((config.width,), raw_noise))
 
-    def forward(self, prior: Gaussian, relations: Relations, steps: Steps = filtering) -> Gaussian:
-        """The predicted state after this layer, the next layer's prior."""
+    def forward(
+        self, prior: Gaussian, relations: Relations, past: Neighbours | None = None, steps: Steps = filtering
+    ) -> tuple[Gaussian, Neighbours]:
+        """As `layers.FilteringLayer.forward`, with `relations` for who is visible."""
         config = self.config
         gate, value, query, key = self.project(prior.mean)
+        shown = Neighbours(key, value, prior.precision.mean(-1))
+        seen = shown.after(past)
         field = steps.sandwich(
             query,
-            key,
-            value,
+            seen.key,
+            seen.value,
             self.bias(relations),
-            prior.precision.mean(-1),
+            seen.precision,
             relations.visible,
             config.attention_norm,
             config.shrinkage_dof,
@@ -143,18 +148,23 @@ class FilteringHSTULayer(HSTULayer):
         # The field's variance is read here: the LayerNorm takes its scale away, and the gate acts on the mean alone.
         observed = filtering.observation_precision(field, self.output.weight)
         posterior = steps.update(prior, self.innovation(gate, field.mean), observed)
-        return filtering.diffuse(Gaussian(posterior.mean, posterior.precision), F.softplus(self.raw_process_noise))
+        predicted = filtering.diffuse(Gaussian(posterior.mean, posterior.precision), F.softplus(self.raw_process_noise))
+        return predicted, shown
 
 
 class PlainHSTULayer(HSTULayer):
     """The layer with filtering off: an ordinary HSTU layer, which carries no precision."""
 
-    def forward(self, prior: Gaussian, relations: Relations, steps: Steps = filtering) -> Gaussian:
-        """The state after this layer; its precision is the input's, untouched."""
+    def forward(
+        self, prior: Gaussian, relations: Relations, past: Neighbours | None = None, steps: Steps = filtering
+    ) -> tuple[Gaussian, Neighbours]:
+        """As the filtering layer's; the precision is the input's, untouched."""
         gate, value, query, key = self.project(prior.mean)
+        shown = Neighbours(key, value, prior.precision.mean(-1))
+        seen = shown.after(past)
         attention = filtering.pointwise_attention(
-            query, key, self.bias(relations), relations.visible, self.config.attention_norm
+            query, seen.key, self.bias(relations), relations.visible, self.config.attention_norm
         )
         attention = F.dropout(attention, self.config.attention_dropout, self.training)
-        attended = (attention @ value).transpose(1, 2).flatten(2)
-        return Gaussian(prior.mean + self.innovation(gate, attended), prior.precision)
+        attended = (attention @ seen.value).transpose(1, 2).flatten(2)
+        return Gaussian(prior.mean + self.innovation(gate, attended), prior.precision), shown

@@ -4,7 +4,7 @@
 """
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,27 @@ class Steps(Protocol):
     def predict(self, posterior: Gaussian, dynamics: Dynamics, dropout: float) -> Gaussian: ...
 
     def predict_post_norm(self, posterior: Gaussian, dynamics: Dynamics, dropout: float) -> Gaussian: ...
+
+
+class Neighbours(NamedTuple):
+    """What positions show to those that attend to them, in one layer.
+
+    `key`, `value` (B,H,S,C); `precision` (B,S), λ̄, the mean over dimensions; infinite in a plain layer.
+    """
+
+    key: Tensor
+    value: Tensor
+    precision: Tensor
+
+    def after(self, past: "Neighbours | None") -> "Neighbours":
+        """These behind earlier ones, if there are any."""
+        if past is None:
+            return self
+        return Neighbours(
+            torch.cat([past.key, self.key], 2),
+            torch.cat([past.value, self.value], 2),
+            torch.cat([past.precision, self.precision], 1),
+        )
 
 
 class Attention(nn.Module):
@@ -93,23 +114,33 @@ class FilteringLayer(nn.Module):
         raw_noise = math.log(math.expm1(config.process_noise_init))
         self.raw_process_noise = nn.Parameter(torch.full((config.width,), raw_noise))
 
-    def forward(self, prior: Gaussian, visible_BTS: Tensor, steps: Steps = filtering) -> Gaussian:
-        """The predicted state after this layer, the next layer's prior."""
-        posterior = self.observe(prior, self.attention.norm(prior.mean), visible_BTS, steps)
-        return steps.predict(posterior, self.dynamics(), self.config.dropout if self.training else 0.0)
+    def forward(
+        self, prior: Gaussian, visible_BTS: Tensor, past: Neighbours | None = None, steps: Steps = filtering
+    ) -> tuple[Gaussian, Neighbours]:
+        """The predicted state after this layer, the next layer's prior; and what these positions show.
 
-    def observe(self, prior: Gaussian, normalised_BTD: Tensor, visible_BTS: Tensor, steps: Steps) -> Gaussian:
-        """The posterior: the prior updated by what kriging finds at the neighbours."""
+        Args:
+            prior: of the T positions.
+            visible_BTS: which neighbours each sees; S counts the earlier ones first, then the T positions.
+            past: what earlier positions showed.
+            steps: the filtering steps.
+        """
+        posterior, shown = self.observe(prior, self.attention.norm(prior.mean), visible_BTS, past, steps)
+        predicted = steps.predict(posterior, self.dynamics(), self.config.dropout if self.training else 0.0)
+        return predicted, shown
+
+    def observe(
+        self, prior: Gaussian, normalised_BTD: Tensor, visible_BTS: Tensor, past: Neighbours | None, steps: Steps
+    ) -> tuple[Gaussian, Neighbours]:
+        """The posterior, the prior updated by what kriging finds at the neighbours; and what these positions show."""
         attention_dropout = self.config.attention_dropout if self.training else 0.0
         query, key, value = self.attention.project(normalised_BTD)
-        neighbour_precision = prior.precision.mean(-1)
-        field = steps.krige(
-            query, key, value, neighbour_precision, visible_BTS, self.config.shrinkage_dof, attention_dropout
-        )
+        shown = Neighbours(key, value, prior.precision.mean(-1))
+        field = steps.krige(query, *shown.after(past), visible_BTS, self.config.shrinkage_dof, attention_dropout)
         innovation = F.dropout(self.attention.output(field.mean), self.config.dropout, self.training)
         observed = filtering.observation_precision(field, self.attention.output.weight)
         posterior = steps.update(prior, innovation, observed)
-        return Gaussian(posterior.mean, posterior.precision)
+        return Gaussian(posterior.mean, posterior.precision), shown
 
     def dynamics(self) -> Dynamics:
         """The feed-forward's parameters and Q = softplus(q), as `filtering.predict` takes them."""
@@ -135,19 +166,26 @@ class PlainLayer(nn.Module):
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, prior: Gaussian, visible_BTS: Tensor, steps: Steps = filtering) -> Gaussian:
-        """The state after this layer; its precision is the input's, untouched."""
-        hidden = prior.mean + self.attend(self.attention.norm(prior.mean), visible_BTS)
-        return Gaussian(hidden + self.drift(self.feed_forward.norm(hidden)), prior.precision)
+    def forward(
+        self, prior: Gaussian, visible_BTS: Tensor, past: Neighbours | None = None, steps: Steps = filtering
+    ) -> tuple[Gaussian, Neighbours]:
+        """As `FilteringLayer.forward`; the precision is the input's, untouched."""
+        innovation, shown = self.attend(prior, self.attention.norm(prior.mean), visible_BTS, past)
+        hidden = prior.mean + innovation
+        return Gaussian(hidden + self.drift(self.feed_forward.norm(hidden)), prior.precision), shown
 
-    def attend(self, normalised_BTD: Tensor, visible_BTS: Tensor) -> Tensor:
-        """Softmax attention and its output projection, what the residual adds."""
+    def attend(
+        self, prior: Gaussian, normalised_BTD: Tensor, visible_BTS: Tensor, past: Neighbours | None
+    ) -> tuple[Tensor, Neighbours]:
+        """Softmax attention and its output projection, what the residual adds; and what these positions show."""
         query, key, value = self.attention.project(normalised_BTD)
+        shown = Neighbours(key, value, prior.precision.mean(-1))
+        seen = shown.after(past)
         attended = F.scaled_dot_product_attention(
-            query, key, value, visible_BTS[:, None], self.config.attention_dropout if self.training else 0.0
+            query, seen.key, seen.value, visible_BTS[:, None], self.config.attention_dropout if self.training else 0.0
         )
         innovation = self.attention.output(attended.transpose(1, 2).flatten(2))
-        return F.dropout(innovation, self.config.dropout, self.training)
+        return F.dropout(innovation, self.config.dropout, self.training), shown
 
     def drift(self, normalised_BTD: Tensor) -> Tensor:
         """The feed-forward, what the residual adds."""

@@ -75,13 +75,63 @@ def evaluate(
     """Rank the whole catalogue for every test user of a log, by the bundle's own graphs in ONNX Runtime."""
     with _errors_as_messages():
         opened = open_bundle(registries.resolve(bundle))
-        as_trained = {"data": dict(opened.manifest.training["config"]["data"])}
-        named = [f"data.path={_as_yaml(data)}", *(f"data.{item}" for item in overrides or [])]
-        config = override_config(as_trained, named, "configuration")
+        log = _data_config(opened, data, overrides)
         from training.pipeline import evaluate_bundle
 
-        figures = evaluate_bundle(opened, config.data)
+        figures = evaluate_bundle(opened, log)
     _print(figures if as_json else _figures_text(figures), as_json)
+
+
+@app.command()
+def explain(
+    bundle: Annotated[Path, typer.Option(help="A bundle's folder or a registry.")],
+    history: Annotated[
+        str | None,
+        typer.Option(
+            help="One history: item ids separated by commas, oldest first, or a CSV, JSON-lines or Parquet file with"
+            " item_id and, if wanted, timestamp and weight. Empty: a user before any event."
+        ),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="An interaction log: its test users, or one with --user.")] = None,
+    user: Annotated[str | None, typer.Option(help="With --data: the whole history of this one user.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="With --data: a second bundle whose attention is set beside the first's.")
+    ] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="With --data: at most so many users, spread evenly over all.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="How to read the log where it differs from training, e.g. format=csv"
+        ),
+    ] = None,
+    figure: Annotated[Path, typer.Option(help="Where the figure is saved: .png, .svg or .pdf.")] = Path("explain.png"),
+    as_json: AsJson = False,
+) -> None:
+    """Look inside the filter: precision, kriging weights, gain and effective sample size.
+
+    Of one history, position by position (--history, or --data and --user), or over the test users of a log, by
+    item frequency, history length and effective sample size (--data).
+    """
+    with _errors_as_messages():
+        _one_of_two_questions(history, data, user, against, users, overrides)
+        opened = open_bundle(registries.resolve(bundle))
+        other = open_bundle(registries.resolve(against)) if against else None
+        log = _data_config(opened, data, overrides) if data else None
+        from training import explain as explaining
+        from training import figures
+
+        figures.check_writable(figure)
+        told = explaining.read_history(history) if history is not None else None
+        with reporter() as progress:
+            if told is not None or user is not None:
+                answer = explaining.explain_one(opened, told, log, user, progress)
+            else:
+                answer = explaining.explain_log(opened, other, log, users, progress)
+            progress.stage(f"drawing {figure}")
+            figures.save(figures.figure_of(answer), figure)
+    _print({**answer.to_json(), "figure": str(figure)} if as_json else f"{answer.text()}\n\nfigure: {figure}", as_json)
 
 
 @data_app.command()
@@ -118,6 +168,13 @@ def rollback(registry: RegistryOption, as_json: AsJson = False) -> None:
 def main() -> None:
     """Entry point of `bft-train`."""
     app()
+
+
+def _data_config(bundle: Bundle, data: Path, overrides: list[str] | None) -> DataConfig:
+    """How to read a log: as the bundle's was read, but for the overrides."""
+    as_trained = {"data": dict(bundle.manifest.training["config"]["data"])}
+    named = [f"data.path={_as_yaml(data)}", *(f"data.{item}" for item in overrides or [])]
+    return override_config(as_trained, named, "configuration").data
 
 
 def _as_yaml(path: Path) -> str:

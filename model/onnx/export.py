@@ -6,18 +6,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from model.backbone import Backbone
-from model.bundle import PARITY_TOLERANCE, BundleError, GoldenCase, golden_errors
-from model.config import BOS, FIRST_ITEM, PAD, UNK
+from model.backbone import Backbone, Cache, CausalBackbone, last_state
+from model.bundle import ENCODER, PARITY_TOLERANCE, RANKER, STEP, BundleError, GoldenCase, golden_errors
+from model.config import BOS, FIRST_ITEM, PAD, UNK, ModelConfig
 from model.filtering import Gaussian
 from model.layers import Steps
 from model.onnx.functions import EmittedSteps, attach_bodies, emit_gaussian_top_k
+from model.weights import write_weights
 
 OPSET = 21
 BATCH_SIZES = (1, 2, 5)
@@ -39,6 +41,45 @@ class EncoderGraph(nn.Module):
         """mean and precision (B,D) from which the next event is predicted; see `Backbone.encode`."""
         state = self.model.final_state(items, weights, timestamps, self.steps)
         return state.mean, state.precision
+
+
+class CausalEncoderGraph(nn.Module):
+    """History → state and cache: `encoder.onnx` of a causal backbone."""
+
+    def __init__(self, model: CausalBackbone, steps: Steps) -> None:
+        super().__init__()
+        self.model = model
+        self.steps = steps
+
+    def forward(self, items: Tensor, weights: Tensor, timestamps: Tensor) -> tuple[Tensor, ...]:
+        """As `EncoderGraph.forward`, and what each position adds to the cache: key, value, log_precision."""
+        state, added = self.model.step(None, items, weights, timestamps, self.steps)
+        return (*last_state(state, items), added.key, added.value, added.log_precision)
+
+
+class StepGraph(nn.Module):
+    """Cache and further events → state, and what they add to the cache: `step.onnx`."""
+
+    def __init__(self, model: CausalBackbone, steps: Steps) -> None:
+        super().__init__()
+        self.model = model
+        self.steps = steps
+
+    def forward(
+        self,
+        items: Tensor,
+        weights: Tensor,
+        timestamps: Tensor,
+        past_key: Tensor,
+        past_value: Tensor,
+        past_log_precision: Tensor,
+        past_timestamps: Tensor,
+        past_length: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """As `CausalEncoderGraph.forward`, behind the positions of a `Cache`."""
+        cache = Cache(past_key, past_value, past_log_precision, past_timestamps, past_length)
+        state, added = self.model.step(cache, items, weights, timestamps, self.steps)
+        return (*last_state(state, items), added.key, added.value, added.log_precision)
 
 
 class RankerGraph(nn.Module):
@@ -121,11 +162,11 @@ class ExportedGraphs:
 
 
 def export_graphs(model: Backbone, folder: Path, temperature: float) -> ExportedGraphs:
-    """Write encoder.onnx and ranker.onnx with their weights, and check both against torch.
+    """Write the model's graphs and its weights, and check the graphs against torch.
 
     Args:
         model: trained; put into eval mode.
-        folder: receives encoder.onnx, encoder.weights, ranker.onnx, ranker.weights.
+        folder: receives encoder.onnx, step.onnx for a causal backbone, ranker.onnx and model.safetensors.
         temperature: T of the golden cases.
 
     Raises:
@@ -133,10 +174,19 @@ def export_graphs(model: Backbone, folder: Path, temperature: float) -> Exported
             names graph, output, shape and deviation.
     """
     model.eval()
-    custom_ops = {
-        "encoder": _export(EncoderGraph(model, EmittedSteps()), _encoder_signature(), folder, "encoder"),
-        "ranker": _export(RankerGraph(model), _ranker_signature(model.config.width), folder, "ranker"),
-    }
+    steps, config = EmittedSteps(), model.config
+    graphs: dict[str, tuple[nn.Module, Signature]] = {RANKER: (RankerGraph(model), _ranker_signature(config.width))}
+    if isinstance(model, CausalBackbone):
+        graphs[ENCODER] = CausalEncoderGraph(model, steps), _encoder_signature(causal=True)
+        graphs[STEP] = StepGraph(model, steps), _step_signature(config)
+    else:
+        graphs[ENCODER] = EncoderGraph(model, steps), _encoder_signature(causal=False)
+    exported = {name: _export(*graphs[name], name) for name in (ENCODER, STEP, RANKER) if name in graphs}
+    custom_ops = {name: attach_bodies(graph) for name, graph in exported.items()}
+    write_weights(model, exported.values(), folder)
+    for name, graph in exported.items():
+        onnx.save_model(graph, folder / f"{name}.onnx")
+        onnx.checker.check_model(folder / f"{name}.onnx")
     golden = golden_cases(model, temperature)
     return ExportedGraphs(custom_ops, golden, check_parity(folder, golden))
 
@@ -149,9 +199,13 @@ def golden_cases(model: Backbone, temperature: float) -> list[GoldenCase]:
     for length in sorted({1, model.config.max_len // 2 + 1, model.config.max_len + 1}):
         for batch in BATCH_SIZES:
             rows = _random_rows(model, batch, length, generator)
-            state = model.final_state(rows["items"], rows["weights"], rows["timestamps"])
-            cases.append(_case("encoder", rows, state._asdict()))
-            cases.append(_ranker_case(model, state, rows["items"], temperature))
+            state = model.final_state(*rows)
+            encoded = state._asdict()
+            if isinstance(model, CausalBackbone):
+                encoded |= _shown(model.step(None, *rows)[1])
+                cases.append(_step_case(model, rows, state))
+            cases.append(_case(ENCODER, rows._asdict(), encoded))
+            cases.append(_ranker_case(model, state, rows.items, temperature))
     return cases
 
 
@@ -191,8 +245,8 @@ class Signature:
     outputs: dict[str, tuple[str | None, ...]]
 
 
-def _export(graph: nn.Module, signature: Signature, folder: Path, name: str) -> tuple[str, ...]:
-    """Export one graph; returns the names of its `bft` nodes."""
+def _export(graph: nn.Module, signature: Signature, name: str) -> onnx.ModelProto:
+    """Export one graph, its weights inside."""
     dynamic = tuple(
         {axis: torch.export.Dim(label) for axis, label in enumerate(labels) if label} or None
         for labels in signature.inputs.values()
@@ -210,19 +264,9 @@ def _export(graph: nn.Module, signature: Signature, folder: Path, name: str) -> 
     if program is None:
         raise ExportError(f"{name}.onnx: the exporter of torch {torch.__version__} returned nothing")
     model = program.model_proto
-    custom_ops = attach_bodies(model)
     _name_values(model.graph, signature.outputs)
     _strip_build_traces(model)
-    onnx.checker.check_model(model)
-    onnx.save_model(
-        model,
-        folder / f"{name}.onnx",
-        save_as_external_data=True,
-        all_tensors_to_one_file=True,
-        location=f"{name}.weights",
-        size_threshold=256,
-    )
-    return custom_ops
+    return model
 
 
 @contextmanager
@@ -270,7 +314,8 @@ def _strip_build_traces(model: onnx.ModelProto) -> None:
         del value.metadata_props[:]
 
 
-def _encoder_signature() -> Signature:
+def _encoder_signature(causal: bool) -> Signature:
+    outputs: dict[str, tuple[str | None, ...]] = {"mean": ("batch", None), "precision": ("batch", None)}
     return Signature(
         examples=(
             torch.tensor([[BOS, UNK, PAD], [BOS, UNK, UNK]]),
@@ -278,8 +323,37 @@ def _encoder_signature() -> Signature:
             torch.ones(2, 3, dtype=torch.float64),
         ),
         inputs={"items": ("batch", "time"), "weights": ("batch", "time"), "timestamps": ("batch", "time")},
-        outputs={"mean": ("batch", None), "precision": ("batch", None)},
+        outputs=outputs | _shown_axes("", "time") if causal else outputs,
     )
+
+
+def _step_signature(config: ModelConfig) -> Signature:
+    encoder = _encoder_signature(causal=True)
+    past = 4
+    heads = (2, config.num_layers, config.num_heads, past, config.width // config.num_heads)
+    return Signature(
+        examples=(
+            *encoder.examples,
+            torch.randn(heads),
+            torch.randn(heads),
+            torch.zeros(2, config.num_layers, past),
+            torch.ones(2, past, dtype=torch.float64),
+            torch.tensor([past, past - 1]),
+        ),
+        inputs={
+            **encoder.inputs,
+            **_shown_axes("past_", "past"),
+            "past_timestamps": ("batch", "past"),
+            "past_length": ("batch",),
+        },
+        outputs=encoder.outputs,
+    )
+
+
+def _shown_axes(prefix: str, positions: str) -> dict[str, tuple[str | None, ...]]:
+    """The axes of a cache's key, value and log_precision."""
+    per_head, per_layer = ("batch", None, None, positions, None), ("batch", None, positions)
+    return {f"{prefix}key": per_head, f"{prefix}value": per_head, f"{prefix}log_precision": per_layer}
 
 
 def _ranker_signature(width: int) -> Signature:
@@ -316,7 +390,15 @@ def _ranker_signature(width: int) -> Signature:
     )
 
 
-def _random_rows(model: Backbone, batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+class Rows(NamedTuple):
+    """What an encoder reads, each (B,T); by the names of a graph's inputs."""
+
+    items: Tensor
+    weights: Tensor
+    timestamps: Tensor
+
+
+def _random_rows(model: Backbone, batch: int, length: int, generator: torch.Generator) -> Rows:
     """Rows of BOS and random events, UNK and events without a time among them; all but the first cut short."""
     items = torch.randint(FIRST_ITEM - 1, FIRST_ITEM + model.num_items, (batch, length), generator=generator)
     items[items < FIRST_ITEM] = UNK
@@ -330,7 +412,36 @@ def _random_rows(model: Backbone, batch: int, length: int, generator: torch.Gene
     timestamps = 1.7e9 + gaps_s.cumsum(1).round()
     timestamps[torch.rand(batch, length, generator=generator) < 0.1] = torch.nan
     timestamps[:, 0] = torch.nan
-    return {"items": items, "weights": weights, "timestamps": timestamps}
+    return Rows(items, weights, timestamps)
+
+
+def _shown(cache: Cache, prefix: str = "") -> dict[str, Tensor]:
+    """A cache's key, value and log_precision by the names of a graph's values."""
+    return {f"{prefix}{name}": getattr(cache, name) for name in ("key", "value", "log_precision")}
+
+
+def _step_case(model: CausalBackbone, rows: Rows, state: Gaussian) -> GoldenCase:
+    """Each row's last positions behind a cache of its first ones: the state must be that of the whole row."""
+    length = (rows.items != PAD).sum(1)
+    num_past = length // 2
+    past, new = _cut(rows, torch.zeros_like(length), num_past), _cut(rows, num_past, length - num_past)
+    _, cache = model.step(None, *past)
+    _, added = model.step(cache, *new)
+    inputs = {
+        **new._asdict(),
+        **_shown(cache, "past_"),
+        "past_timestamps": cache.timestamps,
+        "past_length": cache.length,
+    }
+    return _case(STEP, inputs, {**state._asdict(), **_shown(added)})
+
+
+def _cut(rows: Rows, start_B: Tensor, length_B: Tensor) -> Rows:
+    """From each row `length` positions from `start` on, with padding behind them."""
+    place = torch.arange(int(length_B.max()))
+    source = (start_B[:, None] + place).clamp_max(rows.items.shape[1] - 1)
+    cut = Rows(*(part.gather(1, source) for part in rows))
+    return cut._replace(items=cut.items.where(place < length_B[:, None], PAD))
 
 
 def _ranker_case(model: Backbone, state: Gaussian, history: Tensor, temperature: float) -> GoldenCase:
@@ -368,7 +479,7 @@ def _ranker_case(model: Backbone, state: Gaussian, history: Tensor, temperature:
         "entropy": -torch.where(probability > 0, probability * log_probability, 0).sum(-1),
         "mean_precision": state.precision.mean(-1),
     }
-    return _case("ranker", inputs, outputs)
+    return _case(RANKER, inputs, outputs)
 
 
 def _without(logit: Tensor, numbers: Tensor) -> Tensor:

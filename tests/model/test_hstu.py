@@ -417,7 +417,7 @@ def test_each_bucket_begins_at_1_35_times_the_one_before(gap_s: float, bucket: i
     timestamps = torch.tensor([[1.7e9, 1.7e9 + gap_s]], dtype=torch.float64)
     if gap_s == 5000 * YEAR:
         assert ModelConfig().time_buckets == 72
-    found = time_buckets(timestamps, 72)
+    found = time_buckets(timestamps, timestamps, 72)
     assert found.dtype == torch.int64
     assert found[0, 0, 1] == found[0, 1, 0] == bucket
     assert found[0, 0, 0] == 0
@@ -429,7 +429,8 @@ def test_buckets_equal_the_reference(seed: int, num_buckets: int) -> None:
     rng = np.random.default_rng(seed)
     timestamps = 1.7e9 + np.exp(rng.uniform(-2, 22, size=(1, 12))).round(3)
     expected = [[reference.time_bucket(t - s, num_buckets) for s in timestamps[0]] for t in timestamps[0]]
-    assert time_buckets(torch.from_numpy(timestamps), num_buckets)[0].tolist() == expected
+    found = time_buckets(torch.from_numpy(timestamps), torch.from_numpy(timestamps), num_buckets)
+    assert found[0].tolist() == expected
 
 
 # --- the forward pass ---------------------------------------------------------------------------------------
