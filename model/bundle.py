@@ -298,7 +298,7 @@ def _errors(name: str, found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         return np.where(found == wanted, 0.0, np.inf)
     a, b = found.astype(np.float64), wanted.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        if name.endswith("precision"):
+        if name in ("precision", "mean_precision"):
             a, b = np.log(a), np.log(b)
         equal = (a == b) | (np.isnan(a) & np.isnan(b))
         error = np.where(equal, 0.0, np.abs(a - b) / (1 + np.abs(b)))
@@ -395,20 +395,20 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
     staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=parent))
     try:
         fill(staging)
-        files: dict[str, FileEntry] = {}
-        names = file_names(manifest["custom_ops"])
+        described = {**manifest, "format_version": FORMAT_VERSION, "version": "", "files": {}}
+        try:
+            names = file_names(Manifest.model_validate(described).graphs)
+        except ValidationError as error:
+            raise BundleError(f"{parent}: {MANIFEST}, {_first_complaint(error)}; nothing was written") from error
         for path in staging.iterdir():
             if path.name not in names:
                 raise BundleError(f"{staging}: {path.name} is no file of this bundle; the export wrote too much")
         for name in names:
             if not (staging / name).is_file():
                 raise BundleError(f"{staging}: {name} was not written; the export is incomplete")
-            files[name] = FileEntry(sha256=_sha256(staging / name), size_bytes=(staging / name).stat().st_size)
-        fields = {**manifest, "format_version": FORMAT_VERSION, "version": "", "files": files}
-        try:
-            document = json.loads(Manifest.model_validate(fields).model_dump_json())
-        except ValidationError as error:
-            raise BundleError(f"{parent}: {MANIFEST}, {_first_complaint(error)}; nothing was written") from error
+            size_bytes = (staging / name).stat().st_size
+            described["files"][name] = FileEntry(sha256=_sha256(staging / name), size_bytes=size_bytes)
+        document = json.loads(Manifest.model_validate(described).model_dump_json())
         document["version"] = _content_hash(document)
         (staging / MANIFEST).write_text(json.dumps(document, indent=2) + "\n")
         for path in staging.iterdir():

@@ -203,8 +203,9 @@ def golden_cases(model: Backbone, temperature: float) -> list[GoldenCase]:
             encoded = state._asdict()
             if isinstance(model, CausalBackbone):
                 encoded |= _shown(model.step(None, *rows)[1])
-                cases.append(_step_case(model, rows, state))
             cases.append(_case(ENCODER, rows._asdict(), encoded))
+            if isinstance(model, CausalBackbone):
+                cases.append(_step_case(model, rows, state))
             cases.append(_ranker_case(model, state, rows.items, temperature))
     return cases
 

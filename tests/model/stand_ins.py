@@ -9,6 +9,7 @@ import numpy as np
 
 from model.bundle import (
     FEATURES,
+    WEIGHTS,
     Calibration,
     CalibrationReport,
     GoldenCase,
@@ -17,6 +18,9 @@ from model.bundle import (
     write_bundle,
 )
 from model.config import ModelConfig
+
+GRAPHS = {"encoder": ("KalmanUpdate",), "step": (), "ranker": ("GaussianTopK",)}
+"""Every graph a bundle may have, with its nodes of the domain `bft`."""
 
 ITEM_IDS = ["toy", "42", "042", "ß/😀 x"]
 TRAINING_COUNTS = np.array([9, 4, 1, 0])
@@ -64,7 +68,7 @@ def fields(**changes: Any) -> dict[str, Any]:
         "model": ModelConfig(max_len=4, width=2, num_heads=1),
         "num_items": len(ITEM_IDS),
         "event": "next_new_item",
-        "custom_ops": {"encoder": ("KalmanUpdate",), "ranker": ("GaussianTopK",)},
+        "custom_ops": GRAPHS,
         "data": {"events": 14},
         "metrics": {"ndcg@10": 0.05, "interval": [0.04, 0.06]},
         "training": {"command": ["bft-train", "train"]},
@@ -74,9 +78,9 @@ def fields(**changes: Any) -> dict[str, Any]:
 
 def fill(staging: Path, seed: int = 0) -> None:
     """Write every file of a bundle; the seed makes the weights differ."""
-    for graph in ("encoder", "ranker"):
+    for graph in GRAPHS:
         (staging / f"{graph}.onnx").write_bytes(f"stand-in for {graph}".encode())
-        (staging / f"{graph}.weights").write_bytes(np.random.default_rng(seed).bytes(64))
+    (staging / WEIGHTS).write_bytes(np.random.default_rng(seed).bytes(64))
     items_frame(ITEM_IDS, TRAINING_COUNTS, TITLES).write_parquet(staging / "items.parquet")
     (staging / "calibration.json").write_text(CALIBRATION.model_dump_json())
     np.savez(staging / "golden.npz", **golden_arrays(GOLDEN))

@@ -14,13 +14,14 @@ import pytest
 
 from model.bundle import (
     FEATURES,
-    FILES,
     FORMAT_VERSION,
     MANIFEST,
+    WEIGHTS,
     BundleError,
     Calibration,
     Items,
     confidence_features,
+    file_names,
     golden_arrays,
     golden_errors,
     items_frame,
@@ -30,6 +31,15 @@ from model.bundle import (
 from model.config import FIRST_ITEM, ModelConfig
 from tests.model import stand_ins
 
+FILES = (
+    "encoder.onnx",
+    "step.onnx",
+    "ranker.onnx",
+    "model.safetensors",
+    "items.parquet",
+    "calibration.json",
+    "golden.npz",
+)
 MANIFEST_FIELDS = (*stand_ins.fields(), "version", "files")
 
 
@@ -63,7 +73,7 @@ def test_a_bundle_opens_through_a_link_and_from_a_string(bundle: Path, tmp_path:
 
 
 def test_every_file_of_a_bundle_is_readable_by_other_users(tmp_path: Path) -> None:
-    bundle = stand_ins.write(tmp_path, change=lambda staging: (staging / "encoder.weights").chmod(0o600))
+    bundle = stand_ins.write(tmp_path, change=lambda staging: (staging / WEIGHTS).chmod(0o600))
     assert bundle.stat().st_mode & 0o777 == 0o755
     assert {path.stat().st_mode & 0o777 for path in bundle.iterdir()} == {0o644}
     assert {path.name for path in bundle.iterdir()} == {*FILES, MANIFEST}
@@ -98,6 +108,29 @@ def test_a_file_left_out_is_named_and_nothing_is_written(tmp_path: Path, name: s
 def test_a_file_too_many_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"encoder\.onnx\.data"):
         stand_ins.write(tmp_path, change=lambda staging: (staging / "encoder.onnx.data").touch())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backbone_that_is_not_causal_has_no_step(tmp_path: Path) -> None:
+    graphs = {"encoder": (), "ranker": ()}
+    bundle = stand_ins.write(tmp_path, custom_ops=graphs, change=lambda staging: (staging / "step.onnx").unlink())
+    assert open_bundle(bundle).manifest.graphs == ("encoder", "ranker")
+    assert {path.name for path in bundle.iterdir()} == {*FILES, MANIFEST} - {"step.onnx"}
+    assert set(file_names(graphs)) == set(FILES) - {"step.onnx"}
+    with pytest.raises(BundleError, match=r"step\.onnx is no file of this bundle"):
+        stand_ins.write(tmp_path, custom_ops=graphs)
+
+
+@pytest.mark.parametrize("graphs", [["encoder"], ["step", "ranker"], ["encoder", "ranker", "decoder"]])
+def test_a_graph_too_few_or_unknown_is_named_and_nothing_is_written(tmp_path: Path, graphs: list[str]) -> None:
+    def match_files(staging: Path) -> None:
+        for path in staging.glob("*.onnx"):
+            path.unlink()
+        for graph in graphs:
+            (staging / f"{graph}.onnx").touch()
+
+    with pytest.raises(BundleError, match=f"names the graphs {', '.join(graphs)}; accepted: encoder, ranker and"):
+        stand_ins.write(tmp_path, custom_ops=dict.fromkeys(graphs, ()), change=match_files)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,11 +201,11 @@ def test_a_damaged_file_is_named(bundle: Path, name: str, damage: Callable[[Path
 
 @pytest.mark.parametrize(("key", "value"), [("size_bytes", 1), ("sha256", "0" * 64)])
 def test_a_manifest_with_another_size_or_checksum_names_the_file(bundle: Path, key: str, value: Any) -> None:
-    edit_manifest(bundle, lambda document: document["files"]["ranker.weights"].update({key: value}), sign=True)
-    assert "ranker.weights does not match its checksum" in complaint(bundle)
+    edit_manifest(bundle, lambda document: document["files"][WEIGHTS].update({key: value}), sign=True)
+    assert f"{WEIGHTS} does not match its checksum" in complaint(bundle)
 
 
-@pytest.mark.parametrize("extra", ["notes.txt", ".encoder.onnx.swp", "step.onnx"])
+@pytest.mark.parametrize("extra", ["notes.txt", ".encoder.onnx.swp", "encoder.weights"])
 def test_a_file_that_the_manifest_does_not_list_is_named(bundle: Path, extra: str) -> None:
     (bundle / extra).write_text("?")
     assert f"{extra} is not listed" in complaint(bundle)
@@ -211,7 +244,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], Any], sign: boo
     (bundle / MANIFEST).write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("version", [0, 2, 4, "3", None])
 def test_a_bundle_of_another_format_says_which_one_is_read(bundle: Path, version: Any) -> None:
     edit_manifest(bundle, lambda document: document.update(format_version=version))
     assert f"{MANIFEST} is of format {version}, this version reads {FORMAT_VERSION}" in complaint(bundle)
@@ -561,6 +594,7 @@ def test_a_shape_that_differs_is_told() -> None:
         ("mean", [0.1], [0.0], 0.1),
         ("mean", [-4.0], [4.0], 8.0 / 5.0),
         ("precision", [np.e], [1.0], 1.0),
+        ("log_precision", [-1.0], [-3.0], 0.5),
         ("mean_precision", [1e6], [1e6 * np.e], 1.0 / (1.0 + np.log(1e6 * np.e))),
         ("precision", [0.0], [0.0], 0.0),
         ("precision", [np.inf], [np.inf], 0.0),

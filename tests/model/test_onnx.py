@@ -15,12 +15,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import safetensors.numpy
 import torch
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from model.bundle import PARITY_TOLERANCE, GoldenCase
+from model.bundle import PARITY_TOLERANCE, WEIGHTS, GoldenCase
 from model.config import BOS, FIRST_ITEM, PAD
 from model.filtering import Gaussian
 from model.onnx import export
@@ -41,6 +42,7 @@ NUM_ITEMS = 12
 COUNTS = torch.tensor([0, 1, 2, 3, 5, 8, 40, 300, 1, 2000, 7, 9])
 MAX_LEN = 6
 TEMPERATURE = 1.3
+GRAPHS = ("encoder", "step", "ranker")
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -69,7 +71,7 @@ def export_tiny(folder: Path, filtering: bool) -> Exported:
     said = export_graphs(model, folder, TEMPERATURE)
     sessions = {
         graph: onnxruntime.InferenceSession(folder / f"{graph}.onnx", providers=["CPUExecutionProvider"])
-        for graph in ("encoder", "ranker")
+        for graph in GRAPHS
     }
     return Exported(model, folder, said, sessions)
 
@@ -95,8 +97,10 @@ def exported(request: pytest.FixtureRequest) -> Exported:
 
 def test_each_filtering_step_is_one_node_with_one_body(on: Exported) -> None:
     layers = on.model.config.num_layers
+    steps = {"DynamicsPredict": layers, "KalmanUpdate": layers, "KrigingAttention": layers}
     expected = {
-        "encoder": {"DynamicsPredict": layers, "KalmanUpdate": layers, "KrigingAttention": layers},
+        "encoder": steps,
+        "step": steps,
         "ranker": {"GaussianTopK": 1},
     }
     for graph, nodes in expected.items():
@@ -108,28 +112,37 @@ def test_each_filtering_step_is_one_node_with_one_body(on: Exported) -> None:
 
 
 def test_the_plain_encoder_has_no_node_of_ours(off: Exported) -> None:
-    assert off.said.custom_ops == {"encoder": (), "ranker": ("GaussianTopK",)}
-    proto = off.proto("encoder")
-    assert [node.op_type for node in proto.graph.node if node.domain == DOMAIN] == []
-    assert list(proto.functions) == []
+    assert off.said.custom_ops == {"encoder": (), "step": (), "ranker": ("GaussianTopK",)}
+    for graph in ("encoder", "step"):
+        proto = off.proto(graph)
+        assert [node.op_type for node in proto.graph.node if node.domain == DOMAIN] == []
+        assert list(proto.functions) == []
 
 
-@pytest.mark.parametrize("graph", ["encoder", "ranker"])
+@pytest.mark.parametrize("graph", GRAPHS)
 def test_weights_lie_beside_the_graph_and_not_in_it(exported: Exported, graph: str) -> None:
     inside = 0
     for tensor in exported.proto(graph).graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
             location = {entry.key: entry.value for entry in tensor.external_data}["location"]
-            assert location == f"{graph}.weights"
+            assert location == WEIGHTS
         else:
             inside = max(inside, len(tensor.raw_data))
     assert inside < 256
-    assert {path.name for path in exported.folder.iterdir()} == {
-        f"{name}.{kind}" for name in ("encoder", "ranker") for kind in ("onnx", "weights")
-    }
-    weights = (exported.folder / f"{graph}.weights").read_bytes()
-    table = exported.model.item_embedding.weight.detach().numpy()
-    assert table.tobytes() in weights
+    assert {path.name for path in exported.folder.iterdir()} == {*(f"{name}.onnx" for name in GRAPHS), WEIGHTS}
+
+
+def test_the_three_graphs_share_the_torch_model_s_item_table(exported: Exported) -> None:
+    table = exported.model.item_embedding.weight.detach().numpy().tobytes()
+    content = (exported.folder / WEIGHTS).read_bytes()
+    assert content.count(table) == 1
+
+    for graph in GRAPHS:
+        external = ({e.key: e.value for e in t.external_data} for t in exported.proto(graph).graph.initializer)
+        assert str(content.index(table)) in {entries.get("offset") for entries in external}
+    stored = safetensors.numpy.load_file(exported.folder / WEIGHTS)
+    for name, tensor in exported.model.state_dict().items():
+        np.testing.assert_array_equal(stored[name], tensor.numpy())
 
 
 def texts(message: Message) -> Iterator[str]:
@@ -145,7 +158,7 @@ def texts(message: Message) -> Iterator[str]:
                 yield item.decode()
 
 
-@pytest.mark.parametrize("graph", ["encoder", "ranker"])
+@pytest.mark.parametrize("graph", GRAPHS)
 def test_no_trace_of_the_machine_that_exported_is_in_a_graph(exported: Exported, graph: str) -> None:
     found = list(texts(exported.proto(graph)))
     assert "batch" in found  # the walk does reach names
@@ -164,11 +177,26 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
         }
 
     width = exported.model.config.width
-    encoder, ranker = exported.proto("encoder").graph, exported.proto("ranker").graph
+    layers, heads = exported.model.config.num_layers, exported.model.config.num_heads
+    encoder, step, ranker = (exported.proto(graph).graph for graph in GRAPHS)
     grid = ["batch", "time"]
+
+    def cache(prefix: str, positions: str) -> dict[str, list[str | int]]:
+        per_head: list[str | int] = ["batch", layers, heads, positions, width // heads]
+        return {
+            f"{prefix}key": per_head,
+            f"{prefix}value": per_head,
+            f"{prefix}log_precision": ["batch", layers, positions],
+        }
+
     assert axes(encoder.input) == {"items": grid, "weights": grid, "timestamps": grid}
     assert encoder.input[2].type.tensor_type.elem_type == TensorProto.DOUBLE
-    assert axes(encoder.output) == {"mean": ["batch", width], "precision": ["batch", width]}
+    state = {"mean": ["batch", width], "precision": ["batch", width]}
+    assert axes(encoder.output) == axes(step.output) == state | cache("", "time")
+    assert axes(step.input) == axes(encoder.input) | cache("past_", "past") | {
+        "past_timestamps": ["batch", "past"],
+        "past_length": ["batch"],
+    }
     assert axes(ranker.input) == {
         "mean": ["batch", width],
         "precision": ["batch", width],
@@ -184,6 +212,12 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
 
 
 # --- the encoder --------------------------------------------------------------------------------------------
+
+
+def encode(exported: Exported, items: NDArray[np.int64], weights: NDArray[np.float32]) -> Arrays:
+    """The state alone, what the ranker takes."""
+    found = exported.run("encoder", encoder_inputs(items, weights))
+    return {name: found[name] for name in ("mean", "precision")}
 
 
 def encoder_inputs(items: NDArray[np.int64], weights: NDArray[np.float32]) -> Arrays:
@@ -395,15 +429,14 @@ def test_reliability_is_the_share_of_a_new_user_s_variance_that_the_history_reso
 
 
 def test_a_new_user_s_reliability_is_zero_and_a_plain_model_has_none(on: Exported, off: Exported) -> None:
-    inputs = encoder_inputs(np.array([[BOS]]), np.ones((1, 1), np.float32))
     for exported, expected in ((on, 0.0), (off, np.nan)):
-        found = rank(exported, exported.run("encoder", inputs), [[]], [[]], 5)
+        found = rank(exported, encode(exported, np.array([[BOS]]), np.ones((1, 1), np.float32)), [[]], [[]], 5)
         np.testing.assert_allclose(found["reliability"], np.full((1, 5), expected), atol=FLOAT32_TOL)
 
 
 def test_the_ranker_equals_torch_on_encoded_histories(exported: Exported) -> None:
     items, weights = random_rows(np.random.default_rng(11), 2, MAX_LEN + 1, NUM_ITEMS)
-    state = exported.run("encoder", encoder_inputs(items, weights))
+    state = encode(exported, items, weights)
     found = rank(exported, state, [[], []], [[], []], NUM_ITEMS)
     mean, precision = (torch.from_numpy(state[name]) for name in ("mean", "precision"))
     with torch.no_grad():
@@ -581,12 +614,15 @@ def test_the_bodies_of_both_predictions_equal_the_reference(
 # --- the proof that graph and torch agree -------------------------------------------------------------------
 
 
-def test_golden_cases_cover_three_lengths_by_three_batch_sizes_of_both_graphs(exported: Exported) -> None:
+def test_golden_cases_cover_three_lengths_by_three_batch_sizes_of_every_graph(exported: Exported) -> None:
     cases = exported.said.golden
     shapes = {case.inputs["items"].shape for case in cases if case.graph == "encoder"}
     assert shapes == {(batch, length) for batch in (1, 2, 5) for length in (1, MAX_LEN // 2 + 1, MAX_LEN + 1)}
-    assert Counter(case.graph for case in cases) == {"encoder": 9, "ranker": 9}
+    assert Counter(case.graph for case in cases) == dict.fromkeys(GRAPHS, 9)
     assert any((case.inputs["items"] == PAD).any() for case in cases if case.graph == "encoder")
+    steps = [case.inputs for case in cases if case.graph == "step"]
+    assert {int(length) for inputs in steps for length in inputs["past_length"]} >= {0, 1, 3}
+    assert any((inputs["past_length"] < inputs["past_timestamps"].shape[1]).any() for inputs in steps)
     assert exported.said.max_error == check_parity(exported.folder, cases) <= PARITY_TOLERANCE
 
 
@@ -598,7 +634,7 @@ def wrong(case: GoldenCase, name: str) -> GoldenCase:
 
 
 def test_one_wrong_number_in_any_output_is_found_and_named(on: Exported) -> None:
-    for graph in ("encoder", "ranker"):
+    for graph in GRAPHS:
         index, case = next((i, case) for i, case in enumerate(on.said.golden) if case.graph == graph)
         for name in case.outputs:
             cases = list(on.said.golden)
@@ -617,10 +653,10 @@ def test_every_input_and_output_of_a_graph_has_its_golden_values(exported: Expor
 def test_a_graph_that_computes_something_else_is_found(on: Exported, tmp_path: Path) -> None:
     for path in on.folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights = np.frombuffer((tmp_path / "ranker.weights").read_bytes(), np.float32).copy()
-    weights *= 1.001
-    (tmp_path / "ranker.weights").write_bytes(weights.tobytes())
-    with pytest.raises(ExportError, match=r"^ranker\.onnx: output"):
+    weights = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    stretched = {name: np.asarray(1.001 * array, array.dtype) for name, array in weights.items()}
+    safetensors.numpy.save_file(stretched, tmp_path / WEIGHTS)
+    with pytest.raises(ExportError, match=r"^encoder\.onnx: output"):
         check_parity(tmp_path, on.said.golden)
 
 

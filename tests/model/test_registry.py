@@ -98,14 +98,14 @@ def test_roll_back_without_an_earlier_bundle_is_refused(tmp_path: Path) -> None:
 
 
 def damage(bundle: Path) -> None:
-    (bundle / "ranker.weights").write_bytes(b"half")
+    (bundle / "model.safetensors").write_bytes(b"half")
 
 
 def test_a_damaged_bundle_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
     good, bad = bundles(tmp_path, 2)
     before = publish(tmp_path, good)
     damage(tmp_path / bad)
-    with pytest.raises(BundleError, match=r"ranker\.weights does not match"):
+    with pytest.raises(BundleError, match=r"model\.safetensors does not match"):
         publish(tmp_path, bad)
     assert read_index(tmp_path) == before
     assert os.readlink(tmp_path / CURRENT) == good
@@ -116,7 +116,7 @@ def test_roll_back_to_a_damaged_bundle_is_refused_and_the_current_one_stays(tmp_
     publish(tmp_path, bad)
     before = publish(tmp_path, good)
     damage(tmp_path / bad)
-    with pytest.raises(BundleError, match=r"ranker\.weights does not match"):
+    with pytest.raises(BundleError, match=r"model\.safetensors does not match"):
         roll_back(tmp_path)
     assert read_index(tmp_path) == before
 

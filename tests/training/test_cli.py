@@ -246,12 +246,12 @@ def test_a_process_that_fails_prints_no_traceback_and_writes_no_registry(trained
 def test_a_damaged_bundle_is_refused_by_name(trained: TrainedRun, tmp_path: Path) -> None:
     copy = tmp_path / "registry"
     shutil.copytree(trained.registry, copy, symlinks=True)
-    weights = copy / "current" / "encoder.weights"
+    weights = copy / "current" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
 
     text = failed(invoke("evaluate", "--bundle", copy, "--data", trained.log))
 
-    assert "encoder.weights does not match its checksum" in text
+    assert "model.safetensors does not match its checksum" in text
 
 
 # The registry
