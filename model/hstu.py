@@ -81,7 +81,9 @@ def time_buckets(timestamps_BT: Tensor, neighbour_timestamps_BS: Tensor, num_buc
         (B,T,S) int64, 0 … num_buckets − 1, and num_buckets where either has no time.
     """
     gap_s_BTS = (timestamps_BT[:, :, None] - neighbour_timestamps_BS[:, None, :]).abs()
-    bucket_BTS = (gap_s_BTS.clamp_min(1).log() / math.log(BUCKET_RATIO)).floor().clamp_max(num_buckets - 1)
+    # A tensor: as a plain number it would be exported in float32, which moves the buckets' edges.
+    log_ratio = gap_s_BTS.new_tensor(math.log(BUCKET_RATIO))
+    bucket_BTS = (gap_s_BTS.clamp_min(1).log() / log_ratio).floor().clamp_max(num_buckets - 1)
     return torch.where(gap_s_BTS.isnan(), num_buckets, bucket_BTS).long()
 
 

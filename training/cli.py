@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from model import registry as registries
-from model.bundle import BundleError, open_bundle
+from model.bundle import Bundle, BundleError, open_bundle
 from training import datasets
 from training.config import ConfigError, load_config, override_config
+from training.events import DataConfig
 from training.progress import reporter
 from training.tables import DataError
 
@@ -115,23 +116,26 @@ def explain(
     item frequency, history length and effective sample size (--data).
     """
     with _errors_as_messages():
-        _one_of_two_questions(history, data, user, against, users, overrides)
+        _check_question(history, data, user, against, users, overrides)
+        from training.figures import check_writable
+
+        check_writable(figure)
         opened = open_bundle(registries.resolve(bundle))
         other = open_bundle(registries.resolve(against)) if against else None
-        log = _data_config(opened, data, overrides) if data else None
         from training import explain as explaining
-        from training import figures
+        from training.figures import save
+        from training.history import read_history
 
-        figures.check_writable(figure)
-        told = explaining.read_history(history) if history is not None else None
         with reporter() as progress:
-            if told is not None or user is not None:
-                answer = explaining.explain_one(opened, told, log, user, progress)
+            if data is None:
+                answer = explaining.explain_told(opened, read_history(history or ""))
+            elif user is not None:
+                answer = explaining.explain_user(opened, _data_config(opened, data, overrides), user)
             else:
-                answer = explaining.explain_log(opened, other, log, users, progress)
-            progress.stage(f"drawing {figure}")
-            figures.save(figures.figure_of(answer), figure)
-    _print({**answer.to_json(), "figure": str(figure)} if as_json else f"{answer.text()}\n\nfigure: {figure}", as_json)
+                log = _data_config(opened, data, overrides)
+                answer = explaining.explain_log(opened, log, other, users, progress)
+        save(answer.figure, figure)
+    _print({**answer.fields, "figure": str(figure)} if as_json else f"{answer.text}\n\nfigure: {figure}", as_json)
 
 
 @data_app.command()
@@ -168,6 +172,25 @@ def rollback(registry: RegistryOption, as_json: AsJson = False) -> None:
 def main() -> None:
     """Entry point of `bft-train`."""
     app()
+
+
+def _check_question(
+    history: str | None,
+    data: Path | None,
+    user: str | None,
+    against: Path | None,
+    users: int | None,
+    overrides: list[str] | None,
+) -> None:
+    """That `explain` is asked one thing."""
+    if (history is None) == (data is None):
+        raise ConfigError("explain takes either --history ITEM,ITEM,… or --data LOG")
+    given = {"--user": user, "KEY=VALUE": overrides, "--against": against, "--users": users}
+    named = [name for name, value in given.items() if value]
+    if history is not None and named:
+        raise ConfigError(f"{', '.join(named)} goes with --data LOG, not with --history")
+    if user is not None and (others := [name for name in named if name in ("--against", "--users")]):
+        raise ConfigError(f"{', '.join(others)} looks at the test users of a log; leave out --user")
 
 
 def _data_config(bundle: Bundle, data: Path, overrides: list[str] | None) -> DataConfig:

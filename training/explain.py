@@ -1,288 +1,158 @@
-"""What a model makes of one history, position by position; and `bft-train explain` as text."""
+"""`bft-train explain`: what is asked, answered in numbers, as text and as a figure."""
 
-import csv
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
-import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from matplotlib.figure import Figure
 from rich.cells import cell_len, set_cell_size
-from torch import Tensor
 
-from model.backbone import Backbone
-from model.bundle import Bundle, Event, Items
-from model.config import BOS, FIRST_ITEM, MASK, UNK, window_start
-from training.batches import collate, serving_windows
-from training.evaluate import seen_rows
-from training.events import MAX_ID_BYTES, MAX_TIMESTAMP_S, MAX_WEIGHT, MIN_WEIGHT, EventLog
-from training.splits import Histories
-from training.survey import Survey, Table
+from model.bundle import Bundle, BundleError
+from model.weights import load_model
+from training.catalog import Catalog
+from training.events import DataConfig, read_events
+from training.figures import history_figure, survey_figure
+from training.history import Explanation, ToldEvent, explain_history, shortened, user_history
+from training.progress import Reporter
+from training.splits import Histories, make_split
+from training.survey import ATTENTION, Survey, Table, compared, some_users, survey
 from training.tables import DataError
-from training.trace import trace
 
-HISTORY_SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet", ".pq")
-NUM_RECOMMENDATIONS = 5
 LABEL_CELLS = 34
 """Widest item in a text table, in characters of a terminal."""
+GROUP_GAP = 2
 MOST_LAYER_COLUMNS = 4
 """A text table shows this many layers one by one; of a deeper model their mean."""
+ROUNDING = 1e-6
+"""Share of a mean below which half an interval is rounding: the users do not differ."""
+PRECISIONS = ("initial_precision", "final_precision")
+Groups = list[tuple[str, dict[str, list[str]]]]
+"""Columns of a table: the title above some of them, then cells by name."""
 
 
-# One history, as it is told
+class Answer(NamedTuple):
+    """`fields` for JSON, `text` for a person, and the figure."""
+
+    fields: dict[str, Any]
+    text: str
+    figure: Figure
 
 
-def _check_id(item_id: str) -> str:
-    if len(item_id.encode()) > MAX_ID_BYTES or not item_id.isprintable():
-        raise ValueError(f"an item id is text of 1 to {MAX_ID_BYTES} bytes without control characters")
-    return item_id
-
-
-def _in_seconds(value: float | datetime | None) -> float | None:
-    if isinstance(value, datetime):
-        value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    if value is not None and not 0 <= value < MAX_TIMESTAMP_S:
-        raise ValueError("a timestamp is seconds since 1970, to the year 9999, or ISO-8601 like 1997-12-04T15:55:49Z")
-    return value
-
-
-def _check_weight(weight: float) -> float:
-    if weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-        raise ValueError(f"a weight is 0, or a number from {MIN_WEIGHT} to {MAX_WEIGHT}")
-    return weight
-
-
-class ToldEvent(BaseModel):
-    """One event of a history: an item, when it was used, how much it counts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
-
-    item_id: Annotated[str, Field(min_length=1), AfterValidator(_check_id)]
-    timestamp: Annotated[float | datetime | None, AfterValidator(_in_seconds)] = None
-    """Seconds since 1970 or ISO-8601; without an offset that is UTC."""
-    weight: Annotated[float, AfterValidator(_check_weight)] = 1.0
-
-
-def read_history(text: str) -> list[ToldEvent]:
-    """A history as `--history` tells it.
-
-    Args:
-        text: the name of an existing CSV, JSON-lines or Parquet file with the columns item_id and, optionally,
-            timestamp and weight, which is then put into time order, rows without a time last; else item ids,
-            separated by commas, oldest first. Empty: a user before any event.
-
-    Raises:
-        DataError: a bad row or id, or a file of another kind.
-    """
-    path = Path(text)
-    if text and path.is_file():
-        events = [_told(row, f"{path} row {number}") for number, row in enumerate(_rows(path), 1)]
-        return sorted(events, key=lambda event: np.inf if event.timestamp is None else event.timestamp)
-    if path.suffix.lower() in HISTORY_SUFFIXES:
-        raise DataError(f"{text} does not exist; --history takes item ids separated by commas, or a file of events")
-    ids = text.split(",") if text.strip() else []
-    return [_told({"item_id": item_id.strip()}, f"--history, item {place}") for place, item_id in enumerate(ids, 1)]
-
-
-def user_history(log: EventLog, user_id: str) -> list[ToldEvent]:
-    """All events of one user of a log.
-
-    Raises:
-        DataError: the log has no such user.
-    """
-    events = log.events.filter(pl.col("user_id") == user_id)
-    if events.is_empty():
-        some = log.events["user_id"].unique(maintain_order=True).head(3).to_list()
-        raise DataError(f"the log has no user {user_id!r}; its users are such as {', '.join(map(repr, some))}")
-    return [
-        ToldEvent(item_id=item_id, timestamp=None if np.isnan(timestamp) else timestamp, weight=weight)
-        for item_id, timestamp, weight in events.select("item_id", "timestamp", "weight").iter_rows()
-    ]
-
-
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    """A file's rows by column name; an empty field is left out, so that its default holds."""
-    suffix = path.suffix.lower()
-    try:
-        if suffix == ".csv":
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                rows = list(csv.DictReader(file, strict=True))
-        elif suffix in (".jsonl", ".ndjson"):
-            rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-        elif suffix in (".parquet", ".pq"):
-            rows = pl.read_parquet(path).to_dicts()
-        else:
-            raise DataError(f"{path} is not a history; accepted: {', '.join(HISTORY_SUFFIXES)}")
-    except (csv.Error, ValueError, pl.exceptions.PolarsError) as error:
-        raise DataError(f"{path} cannot be read as {suffix[1:]} ({error})") from error
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or None in row:
-            raise DataError(f"{path} row {number} is not item_id, timestamp and weight by name")
-        yield {name: value for name, value in row.items() if value not in ("", None)}
-
-
-def _told(row: dict[str, Any], where: str) -> ToldEvent:
-    try:
-        return ToldEvent.model_validate(row)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = first["loc"][0]
-        if first["type"] == "extra_forbidden":
-            raise DataError(f"{where}: unknown column {field}; accepted: item_id, timestamp, weight") from error
-        raise DataError(f"{where}, field {field}, value {str(first['input'])[:80]!r}: {first['msg']}") from error
-
-
-# What the model makes of it
-
-
-def named(item_id: str, title: str | None) -> str:
-    """An item as a person reads it."""
-    return f"{item_id} {title}" if title else item_id
-
-
-@dataclass(frozen=True)
-class Position:
-    """One position of a history as the model read it.
-
-    Per layer: `heard`, the share that the position which answers gives this one (see `trace.Heard`), `gain` and
-    `effective_sample_size`. A plain model has no precision and no gain: they are None.
-    """
-
-    token: str
-    """BOS, MASK or event."""
-    item_id: str | None
-    title: str | None
-    read_as_unknown: bool
-    """The model knows too little of the item, or nothing."""
-    weight: float
-    initial_precision: float | None
-    final_precision: float | None
-    heard: list[float]
-    gain: list[float] | None
-    effective_sample_size: list[float]
-
-    @property
-    def label(self) -> str:
-        """What a person calls it."""
-        if self.item_id is None:
-            return self.token
-        name = named(self.item_id, self.title)
-        return f"{name} (unknown)" if self.read_as_unknown else name
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """One of the model's first items for a history, and how its score is spread."""
-
-    item_id: str
-    title: str | None
-    score: float
-    std: float
-
-    @property
-    def label(self) -> str:
-        """What a person calls it."""
-        return named(self.item_id, self.title)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """One history, position by position, and what comes out of it."""
-
-    filtering: bool
-    num_events: int
-    """Events of positive weight, those before the window too."""
-    outside_window: int
-    unknown_item_ids: list[str]
-    """Ids that the catalogue does not know."""
-    positions: list[Position]
-    recommendations: list[Recommendation]
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers the model has."""
-        return len(self.positions[0].heard)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, by name."""
-        return asdict(self)
-
-
-def explain_history(model: Backbone, items: Items, event: Event, told: Sequence[ToldEvent]) -> Explanation:
-    """Encode a history as a request for it would, and keep what happens inside.
-
-    Args:
-        model: with filtering or plain; is put into eval mode.
-        items: its catalogue.
-        event: what is predicted; items already had are not recommended when it is the next new one.
-        told: the events, in order.
-    """
-    numbers = [items.number(one.item_id) or UNK for one in told]
-    history = Histories(
-        user_ids=[""],
-        offsets=np.array([0, len(told)]),
-        items=np.array(numbers, np.int64),
-        weights=np.array([one.weight for one in told], np.float32),
-        timestamps=np.array([np.nan if one.timestamp is None else one.timestamp for one in told], np.float64),
+def explain_told(bundle: Bundle, told: Sequence[ToldEvent]) -> Answer:
+    """What a bundle's model makes of one history."""
+    explanation = explain_history(load_model(bundle), bundle.items, bundle.manifest.event, told)
+    name = bundle_text(bundle)
+    events = f"{explanation.num_events:,} event{'' if explanation.num_events == 1 else 's'}"
+    return Answer(
+        {"bundle": bundle_fields(bundle), **explanation.to_json()},
+        f"{name}\n{history_text(explanation)}",
+        history_figure(explanation, f"{name}: one history of {events}"),
     )
-    seen = trace(model, collate(serving_windows(history, model.config.max_len), torch.tensor([0])))
 
-    counted = [one for one in told if one.weight > 0]
-    outside = window_start(len(counted), model.config.max_len)
-    shown: list[ToldEvent | None] = [None, *counted[outside:]]
-    shown += [None] * (seen.items.shape[1] - len(shown))  # the MASK
-    read_as = model.input_number[seen.items[0]].tolist()
-    last = int(seen.last[0])
 
-    def positions() -> Iterable[Position]:
-        for place, (number, one) in enumerate(zip(seen.items[0].tolist(), shown, strict=True)):
-            precisions = [float(values[0, place]) for values in (seen.initial_precision, seen.final_precision)]
-            initial, final = precisions if model.config.filtering else (None, None)
-            yield Position(
-                token={BOS: "BOS", MASK: "MASK"}.get(number, "event"),
-                item_id=None if one is None else one.item_id,
-                title=items.titles[number - FIRST_ITEM] if number >= FIRST_ITEM else None,
-                read_as_unknown=read_as[place] == UNK,
-                weight=float(seen.weights[0, place]),
-                initial_precision=initial,
-                final_precision=final,
-                heard=[float(layer.weights[0, last, place]) for layer in seen.heard],
-                gain=[float(gain[0, place]) for gain in seen.gain] or None,
-                effective_sample_size=[float(layer.effective_sample_size[0, place]) for layer in seen.heard],
+def explain_user(bundle: Bundle, data: DataConfig, user_id: str) -> Answer:
+    """What a bundle's model makes of the whole history of one user of a log.
+
+    Raises:
+        DataError: the log cannot be read or has no such user.
+    """
+    return explain_told(bundle, user_history(read_events(data), user_id))
+
+
+def explain_log(
+    bundle: Bundle, data: DataConfig, against: Bundle | None, most_users: int | None, report: Reporter
+) -> Answer:
+    """What a bundle's model, and perhaps another's beside it, does over the test users of a log.
+
+    Args:
+        bundle: which also says how the log is split.
+        data: how to read the log.
+        against: a bundle of the same catalogue, backbone and window.
+        most_users: at most so many users; None for all.
+        report: receives the progress.
+
+    Raises:
+        BundleError: the two bundles cannot be compared.
+        DataError: the log cannot be read, or has no test user.
+    """
+    if against is not None:
+        check_comparable(bundle, against)
+    report.stage(f"reading {data.path}")
+    histories = some_users(_test_histories(bundle, data), most_users)
+    first = _surveyed(bundle, histories, report)
+    second = None if against is None else _surveyed(against, histories, report)
+    name = bundle_text(bundle) + (f" against {bundle_text(against)}" if against is not None else "")
+    fields = {"bundle": bundle_fields(bundle), **first.to_json()}
+    if against is not None and second is not None:
+        fields["against"] = {"bundle": bundle_fields(against), **second.to_json()}
+    return Answer(
+        fields,
+        f"{name}\n{survey_text(first, second)}",
+        survey_figure(first, f"{name}: {first.num_users:,} users of {data.path.name}", second),
+    )
+
+
+def check_comparable(bundle: Bundle, against: Bundle) -> None:
+    """That two bundles read the same histories in the same way, so that only their models differ.
+
+    Raises:
+        BundleError: names what differs.
+    """
+    ours, theirs = bundle.manifest, against.manifest
+    aspects = {
+        "catalogue lineage": (ours.lineage, theirs.lineage),
+        "number of items": (ours.num_items, theirs.num_items),
+        "backbone": (ours.model.backbone, theirs.model.backbone),
+        "window": (ours.model.max_len, theirs.model.max_len),
+    }
+    for aspect, (here, there) in aspects.items():
+        if here != there:
+            raise BundleError(
+                f"{against.folder}: its {aspect} is {there}, that of {bundle.folder} is {here}; --against takes a model"
+                " trained on the same log with the same backbone and max_len, e.g. with model.filtering=off"
             )
 
-    with torch.no_grad():
-        scores = model.score(seen.final)
-    ruled_out = seen_rows(history, 0) if event == "next_new_item" else np.array([], np.int64)
-    return Explanation(
-        filtering=model.config.filtering,
-        num_events=len(counted),
-        outside_window=outside,
-        unknown_item_ids=list(dict.fromkeys(one.item_id for one in told if items.number(one.item_id) is None)),
-        positions=list(positions()),
-        recommendations=_recommendations(items, scores.logit[0], scores.mean[0], scores.variance[0], ruled_out),
+
+def _test_histories(bundle: Bundle, data: DataConfig) -> Histories:
+    """The test users of a log, as `bft-train evaluate` finds them."""
+    catalog = Catalog(
+        item_ids=pl.Series(bundle.items.ids, dtype=pl.String),
+        lineage=bundle.manifest.lineage,
+        training_counts=bundle.items.training_counts,
+        titles=pl.Series(bundle.items.titles, dtype=pl.String),
     )
+    histories = make_split(read_events(data), catalog, bundle.manifest.data["split"]).test.history
+    if len(histories) == 0:
+        raise DataError(f"{data.path}: the split {bundle.manifest.data['split']} leaves no test user to look at")
+    return histories
 
 
-def _recommendations(
-    items: Items, logit: Tensor, mean: Tensor, variance: Tensor, ruled_out: np.ndarray
-) -> list[Recommendation]:
-    """The first places of the list, in the order of the predictive logit."""
-    possible = logit.clone()
-    possible[torch.from_numpy(ruled_out)] = -torch.inf
-    count = min(NUM_RECOMMENDATIONS, int(possible.isfinite().sum()))
-    return [
-        Recommendation(items.ids[row], items.titles[row], float(mean[row]), float(variance[row].sqrt()))
-        for row in possible.topk(count).indices.tolist()
-    ]
+def _surveyed(bundle: Bundle, histories: Histories, report: Reporter) -> Survey:
+    report.stage(f"looking into {bundle_text(bundle)} while it reads {len(histories):,} histories")
+    tenths = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal tenths
+        if done * 10 // total > tenths and done < total:
+            tenths = done * 10 // total
+            report.stage(f"{done:,} of {total:,} histories")
+
+    return survey(load_model(bundle), bundle.items.training_counts, histories, progress)
 
 
 # As text
+
+
+def bundle_fields(bundle: Bundle) -> dict[str, Any]:
+    """Which model speaks."""
+    manifest = bundle.manifest
+    return {
+        "name": manifest.name,
+        "version": manifest.version,
+        "backbone": manifest.model.backbone,
+        "filtering": manifest.model.filtering,
+    }
 
 
 def bundle_text(bundle: Bundle) -> str:
@@ -299,32 +169,33 @@ def history_text(explanation: Explanation) -> str:
     if outside:
         heading += f"; the window starts after the first {outside}"
     if explanation.unknown_item_ids:
-        heading += f"; the catalogue does not know {', '.join(explanation.unknown_item_ids)}"
+        heading += f"; not in the catalogue, read as UNK: {', '.join(explanation.unknown_item_ids)}"
 
-    name = "kriging weight" if explanation.filtering else "attention"
-    columns: dict[str, list[str]] = {"weight": [f"{position.weight:g}" for position in explanation.positions]}
+    positions = explanation.positions
+    share = "kriging weight" if explanation.filtering else "attention"
+    heard = (share, _by_layer([position.heard for position in positions], "{:.3f}"))
+    sizes = ("sample size", _by_layer([position.effective_sample_size for position in positions], "{:.1f}"))
+    groups: Groups = [("", {"weight": [f"{position.weight:g}" for position in positions]}), heard, sizes]
     if explanation.filtering:
-        for which in ("initial", "final"):
-            values = [getattr(position, f"{which}_precision") for position in explanation.positions]
-            columns[f"{which} precision"] = [f"{value:.3g}" for value in values]
-    columns |= _layer_columns(name, [position.heard for position in explanation.positions], "{:.3f}")
-    if explanation.filtering:
-        columns |= _layer_columns("gain", [position.gain or [] for position in explanation.positions], "{:.3f}")
-    sizes = [position.effective_sample_size for position in explanation.positions]
-    columns |= _layer_columns("sample size", sizes, "{:.1f}")
+        precision = {
+            "initial": [f"{position.initial_precision:.3g}" for position in positions],
+            "final": [f"{position.final_precision:.3g}" for position in positions],
+        }
+        gain = _by_layer([position.gain or [] for position in positions], "{:.3f}")
+        groups = [groups[0], ("precision", precision), heard, ("gain", gain), sizes]
 
-    labels = [f"{place}  {position.label}" for place, position in enumerate(explanation.positions)]
-    asked = "the MASK" if explanation.positions[-1].token == "MASK" else "the last position"
-    notes = [f"{name}: the share that {asked}, which answers, gives a position; it and the rest: mean over heads"]
+    note = f"{share}: what {explanation.answered_by}, which answers, gives each; it and sample sizes: mean over heads"
     if explanation.filtering:
-        notes = [f"{notes[0]}; precision and gain: mean over dimensions"]
+        notes = [note, "precision and gain: mean over dimensions"]
     else:
-        notes.append("a plain model has no precision and no gain")
+        notes = [note, "a plain model has no precision and no gain"]
     best = [
         f"  {rank}  {one.score:6.2f} ± {one.std:.2f}  {one.label}"
         for rank, one in enumerate(explanation.recommendations, 1)
     ]
-    return "\n".join([heading, "", *aligned("position", labels, columns), "", *notes, "", "next, score ± std:", *best])
+    labels = [f"{place}  {position.label}" for place, position in enumerate(positions)]
+    table = aligned("position", labels, groups)
+    return "\n".join([heading, "", *table, "", *notes, "", "next, score ± standard deviation:", *best])
 
 
 def survey_text(survey: Survey, against: Survey | None = None) -> str:
@@ -337,48 +208,40 @@ def survey_text(survey: Survey, against: Survey | None = None) -> str:
             f"mean gain {_estimate_text(survey.overall, 'gain', 0)} ({layers}), over"
             f" {survey.overall.positions[0]:,} events of {survey.num_users:,} users",
             "",
-            *_table_text("training uses", survey.by_item_frequency, "events", PRECISIONS),
+            *_table_text("training uses", survey.by_item_frequency, "events", (*PRECISIONS, "gain")),
             "",
             *_table_text("sample size", survey.by_sample_size[0], "events × layers", ("gain",)),
             "",
         ]
-    names = (*PRECISIONS, "effective_sample_size") if survey.overall is not None else ("effective_sample_size",)
+    names = (*PRECISIONS, "gain", "effective_sample_size") if survey.filtering else ("effective_sample_size",)
     lines += [*_table_text("history length", survey.by_history_length, "positions", names), ""]
     lines += [*_attention_text(survey, against), ""]
     lines.append("± half of a 95 % interval, a user counting as one draw; precisions: geometric means")
     return "\n".join(lines)
 
 
-PRECISIONS = ("initial_precision", "final_precision", "gain")
-"""Columns of a survey's tables with filtering, as the text shows them."""
-ATTENTION = {"bos": "BOS", "first_event": "first event"}
-"""Columns of a survey's attention, and what a person calls them."""
-
-
 def _attention_text(survey: Survey, against: Survey | None) -> list[str]:
     table = survey.attention_by_history_length
-    columns = {"if all alike": [f"{table.columns['if_all_alike'].mean[0, bin]:.3f}" for bin in table.filled()]}
+    bins = table.filled()
+    groups: Groups = [("if all", {"alike": [f"{table.columns['if_all_alike'].mean[0, bin]:.3f}" for bin in bins]})]
     for whose, one in compared(survey, against).items():
-        for name, words in ATTENTION.items():
-            cells = [_estimate_text(one.attention_by_history_length, name, bin) for bin in table.filled()]
-            columns[f"{words}, {whose}"] = cells
-    labels = [table.labels[bin] for bin in table.filled()]
-    return ["attention of the position that answers", *aligned("history length", labels, columns)]
-
-
-def compared(survey: Survey, against: Survey | None) -> dict[str, Survey]:
-    """One survey or two, by what tells them apart."""
-    if against is None or survey.filtering != against.filtering:
-        both = [survey] if against is None else [survey, against]
-        return {f"filtering {'on' if one.filtering else 'off'}": one for one in both}
-    return {"this": survey, "against": against}
+        columns = {
+            words: [_estimate_text(one.attention_by_history_length, name, bin) for bin in bins]
+            for name, words in ATTENTION.items()
+        }
+        groups.append((whose, columns))
+    labels = [table.labels[bin] for bin in bins]
+    return ["attention of the position that answers", *aligned("history length", labels, groups)]
 
 
 def _table_text(heading: str, table: Table, counted: str, names: Sequence[str]) -> list[str]:
     bins = table.filled()
-    columns = {counted: [f"{table.positions[bin]:,}" for bin in bins]}
-    columns |= {name.replace("_", " "): [_estimate_text(table, name, bin) for bin in bins] for name in names}
-    return aligned(heading, [table.labels[bin] for bin in bins], columns)
+    cells = {name: [_estimate_text(table, name, bin) for bin in bins] for name in names}
+    groups: Groups = [("", {counted: [f"{table.positions[bin]:,}" for bin in bins]})]
+    if precisions := {name.split("_")[0]: cells.pop(name) for name in PRECISIONS if name in cells}:
+        groups.append(("precision", precisions))
+    groups.append(("", {name.replace("_", " "): column for name, column in cells.items()}))
+    return aligned(heading, [table.labels[bin] for bin in bins], groups)
 
 
 def _estimate_text(table: Table, name: str, bin: int) -> str:
@@ -386,28 +249,38 @@ def _estimate_text(table: Table, name: str, bin: int) -> str:
     mean, low, high = (float(values[0, bin]) for values in (column.mean, column.low, column.high))
     if np.isnan(mean):
         return "–"
-    return f"{mean:.3f}" if np.isnan(low) else f"{mean:.3f} ± {(high - low) / 2:.3f}"
+    # Precisions spread over decades, the rest lies between 0 and some neighbours.
+    form, half_form = (".3g", ".2g") if name in PRECISIONS else (".3f", ".3f")
+    if np.isnan(low):
+        return f"{mean:{form}}"
+    half = (high - low) / 2
+    return f"{mean:{form}} ± {half if half > ROUNDING * mean else 0:{half_form}}"
 
 
-def _layer_columns(name: str, rows: Sequence[Sequence[float]], form: str) -> dict[str, list[str]]:
+def _by_layer(rows: Sequence[Sequence[float]], form: str) -> dict[str, list[str]]:
     """One column a layer, or their mean."""
     num_layers = len(rows[0])
     if num_layers > MOST_LAYER_COLUMNS:
-        return {f"{name}, mean of {num_layers} layers": [form.format(np.mean(row)) for row in rows]}
-    return {f"{name} {layer + 1}": [form.format(row[layer]) for row in rows] for layer in range(num_layers)}
+        return {f"mean of {num_layers} layers": [form.format(np.mean(row)) for row in rows]}
+    return {f"layer {layer + 1}": [form.format(row[layer]) for row in rows] for layer in range(num_layers)}
 
 
-def aligned(heading: str, labels: Sequence[str], columns: dict[str, list[str]]) -> list[str]:
-    """Lines of a table: labels on the left, columns flush right."""
+def aligned(heading: str, labels: Sequence[str], groups: Groups) -> list[str]:
+    """Lines of a table: labels on the left, columns flush right, a title above each group of them.
+
+    Args:
+        heading: of the labels.
+        labels: one a row; a long one is cut.
+        groups: title, and name of a column → a cell a row.
+    """
     width = min(max(map(cell_len, [heading, *labels])), LABEL_CELLS)
-    widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
-    lines = ["  ".join([set_cell_size(heading, width), *(name.rjust(widths[name]) for name in columns)])]
-    for row, label in enumerate(labels):
-        cells = (column[row].rjust(widths[name]) for name, column in columns.items())
-        lines.append("  ".join([set_cell_size(shortened(label, width), width), *cells]))
-    return lines
-
-
-def shortened(text: str, cells: int) -> str:
-    """The text, or its beginning and an ellipsis, in at most so many characters' room on a terminal."""
-    return text if cell_len(text) <= cells else set_cell_size(text, cells - 1).rstrip() + "…"
+    lines = [" " * width, *(set_cell_size(shortened(label, width), width) for label in [heading, *labels])]
+    for title, columns in groups:
+        block = [""] * (len(labels) + 1)
+        for name, cells in columns.items():
+            column_width = max(map(len, [name, *cells]))
+            block = [f"{line}  {cell.rjust(column_width)}" for line, cell in zip(block, [name, *cells], strict=True)]
+        block_width = max(len(title), len(block[0])) + GROUP_GAP
+        block = [line.rjust(block_width) for line in [title, *block]]
+        lines = [line + cells for line, cells in zip(lines, block, strict=True)]
+    return [line.rstrip() for line in lines if line.strip()]

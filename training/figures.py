@@ -5,17 +5,18 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from training.config import ConfigError
-from training.explain import ATTENTION, Explanation, Position, compared, shortened
 from training.files import write_whole
-from training.survey import Survey, Table
+from training.history import Explanation, Position, shortened
+from training.survey import ATTENTION, TOKENS, Survey, Table, compared
 
 FORMATS = (".png", ".svg", ".pdf")
 DPI = 150
@@ -25,6 +26,7 @@ MARKERS = "osD^vP"
 GREY = "#6e6e6e"
 ROW_INCHES, MOST_INCHES = 0.22, 24.0
 LABEL_CHARACTERS = 38
+USES, LENGTH = "item's training uses", "history length, events"
 
 
 def check_writable(path: Path) -> None:
@@ -63,7 +65,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def history_figure(explanation: Explanation, title: str) -> Figure:
     """Positions downwards, oldest first; beside each its precision, share of attention, gain and sample size."""
-    positions, layers = explanation.positions, explanation.num_layers
+    positions = explanation.positions
     height = min(MOST_INCHES, 1.9 + ROW_INCHES * len(positions))
     figure = Figure(figsize=(13 if explanation.filtering else 9, height), layout="constrained")
     figure.suptitle(title, fontsize=11)
@@ -75,18 +77,17 @@ def history_figure(explanation: Explanation, title: str) -> Figure:
         for which, colour, marker in (("initial", GREY, "o"), ("final", LAYER_COLOURS[0], "s")):
             values = [getattr(position, f"{which}_precision") for position in positions]
             precision.plot(values, rows, color=colour, marker=marker, markersize=4, linewidth=0.8, label=which)
-        precision.set_xscale("log")
+        _logarithmic(precision, "x")
         precision.set(title="precision", xlabel="mean over dimensions, log scale")
         _layers_downwards(gain, rows, [position.gain or [] for position in positions])
-        gain.set(title="gain", xlabel="of the Kalman update", xlim=(0, 1))
+        gain.set(title="gain", xlabel="of the Kalman update", xlim=(0, 1.03))
     else:
         heard, sample_size = panels
 
     _layers_downwards(heard, rows, [position.heard for position in positions])
     heard.axvline(1 / len(positions), color=GREY, linestyle=":", linewidth=1, label="if all alike")
-    asked = "the MASK" if positions[-1].token == "MASK" else "the last position"
     name = "kriging weight" if explanation.filtering else "attention"
-    heard.set(title=name, xlabel=f"given by {asked}", xlim=(0, None))
+    heard.set(title=name, xlabel=f"given by {explanation.answered_by}", xlim=(0, None))
     _layers_downwards(sample_size, rows, [position.effective_sample_size for position in positions])
     sample_size.set(title="effective sample size", xlabel="neighbours", xlim=(0, None))
 
@@ -110,7 +111,9 @@ def history_figure(explanation: Explanation, title: str) -> Figure:
 def _layers_downwards(panel: Axes, rows: np.ndarray, values: Sequence[Sequence[float]]) -> None:
     by_layer = np.array(values).T
     for layer, series in enumerate(by_layer):
-        panel.plot(series, rows, markersize=4, linewidth=0.8, label=f"layer {layer + 1}", **_style(layer, len(by_layer)))
+        panel.plot(
+            series, rows, markersize=4, linewidth=0.8, label=f"layer {layer + 1}", **_style(layer, len(by_layer))
+        )
 
 
 def _row_label(row: int, position: Position) -> str:
@@ -130,12 +133,12 @@ def survey_figure(survey: Survey, title: str, against: Survey | None = None) -> 
         figure = Figure(figsize=(16, 7.6), layout="constrained")
         panels = list(figure.subplots(2, 4).flat)
         frequency, length, sizes = survey.by_item_frequency, survey.by_history_length, survey.by_sample_size
-        _precisions(panels.pop(0), frequency, "item's training uses")
-        _series(panels.pop(0), frequency, "gain", "item's training uses")
-        _precisions(panels.pop(0), length, "history length, events")
-        _series(panels.pop(0), length, "gain", "history length, events")
+        _precisions(panels.pop(0), frequency, USES)
+        _series(panels.pop(0), frequency, "gain", USES)
+        _precisions(panels.pop(0), length, LENGTH)
+        _series(panels.pop(0), length, "gain", LENGTH)
         _gain_by_sample_size(panels.pop(0), sizes)
-    _series(panels.pop(0), survey.by_history_length, "effective_sample_size", "history length, events")
+    _series(panels.pop(0), survey.by_history_length, "effective_sample_size", LENGTH)
     for panel, (name, words) in zip(panels, ATTENTION.items(), strict=True):
         _attention(panel, both, name, f"attention on {words}")
     figure.suptitle(title, fontsize=11)
@@ -152,8 +155,8 @@ def survey_figure(survey: Survey, title: str, against: Survey | None = None) -> 
 def _precisions(panel: Axes, table: Table, xlabel: str) -> None:
     for name, colour, marker in (("initial", GREY, "o"), ("final", LAYER_COLOURS[0], "s")):
         _line(panel, table, f"{name}_precision", 0, label=name, color=colour, marker=marker)
-    panel.set_yscale("log")
-    panel.set(title="precision (geometric mean)", xlabel=xlabel)
+    _logarithmic(panel, "y")
+    panel.set(title="precision, geometric mean", xlabel=xlabel)
 
 
 def _series(panel: Axes, table: Table, name: str, xlabel: str) -> None:
@@ -161,7 +164,7 @@ def _series(panel: Axes, table: Table, name: str, xlabel: str) -> None:
     for layer in range(layers):
         _line(panel, table, name, layer + 1, label=f"layer {layer + 1}", **_style(layer, layers))
     panel.set(title=name.replace("_", " "), xlabel=xlabel)
-    panel.set_ylim(0, 1) if name == "gain" else panel.set_ylim(0, None)
+    panel.set_ylim(0, 1.03) if name == "gain" else panel.set_ylim(0, None)
 
 
 def _gain_by_sample_size(panel: Axes, tables: Sequence[Table]) -> None:
@@ -172,10 +175,9 @@ def _gain_by_sample_size(panel: Axes, tables: Sequence[Table]) -> None:
         sizes += [float(value) for value in x if value > 0]
         _error_bars(panel, x, table, "gain", 0, label=f"layer {layer + 1}", **_style(layer, len(tables) - 1))
     n = np.geomspace(1, max(sizes), 50)
-    panel.plot(n, n / (n + 1), color=GREY, linestyle=":", linewidth=1, label="n/(n+1), equal precisions")
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_formatter("{x:g}")
-    panel.set(title="gain", xlabel="effective sample size n, log scale", ylim=(0, 1))
+    panel.plot(n, n / (n + 1), color=GREY, linestyle=":", linewidth=1, label="n/(n+1), bound at ν0 = 1, equal λ")
+    _logarithmic(panel, "x")
+    panel.set(title="gain", xlabel="effective sample size n, log scale", ylim=(0, 1.03))
 
 
 def _attention(panel: Axes, surveys: dict[str, Survey], name: str, title: str) -> None:
@@ -185,23 +187,35 @@ def _attention(panel: Axes, surveys: dict[str, Survey], name: str, title: str) -
     table = next(iter(surveys.values())).attention_by_history_length
     alike = table.columns["if_all_alike"].mean[0, table.filled()]
     panel.plot(np.arange(len(alike)), alike, color=GREY, linestyle=":", linewidth=1, label="if all alike")
-    panel.set(title=title, xlabel="history length, events", ylim=(0, None))
+    _logarithmic(panel, "y")
+    panel.set(title=title, xlabel=LENGTH)
 
 
 def _line(panel: Axes, table: Table, name: str, series: int, **style: Any) -> None:
-    """A quantity over the bins that hold anything, each its own place on the axis."""
-    bins = table.filled()
-    places = np.arange(len(bins))
-    _error_bars(panel, places, table, name, series, **style)
-    labels = [table.labels[bin] for bin in bins]
+    """A quantity over the bins that hold anything, each its own place on the axis; tokens are not joined to counts."""
+    labels = [table.labels[bin] for bin in table.filled()]
+    places = np.arange(len(labels))
+    tokens = sum(label in TOKENS.values() for label in labels)
+    _error_bars(panel, places, table, name, series, gap=tokens, **style)
     panel.set_xticks(places, labels, rotation=35 if len(labels) > 6 else 0)
 
 
-def _error_bars(panel: Axes, x: np.ndarray, table: Table, name: str, series: int, **style: Any) -> None:
+def _error_bars(panel: Axes, x: np.ndarray, table: Table, name: str, series: int, gap: int = 0, **style: Any) -> None:
+    """Means with their intervals; the line is broken before the place `gap`."""
     column, bins = table.columns[name], table.filled()
     mean, low, high = (values[series, bins] for values in (column.mean, column.low, column.high))
     bars = np.nan_to_num(np.stack([mean - low, high - mean]))
+    x, mean, bars = (np.insert(values.astype(float), gap, np.nan, axis=-1) for values in (x, mean, bars))
     panel.errorbar(x, mean, yerr=bars, markersize=4, linewidth=1, capsize=2, elinewidth=0.8, **style)
+
+
+def _logarithmic(panel: Axes, which: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic; it says 0.3 and not 3·10⁻¹, and says something even over less than a decade."""
+    panel.set(**{f"{which}scale": "log"})
+    axis = panel.xaxis if which == "x" else panel.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _style(layer: int, num_layers: int) -> dict[str, Any]:

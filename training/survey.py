@@ -26,6 +26,8 @@ from training.trace import Trace, trace
 CHUNK_USERS = 256
 CHUNK_CELLS = 2**25
 """Attention weights of one layer held at a time, at most: users × heads × positions²."""
+ATTENTION = {"bos": "BOS", "first_event": "first event"}
+"""Columns of a survey's attention, and what a person calls them."""
 Z_95 = 1.96
 Array = NDArray[np.float64]
 
@@ -105,7 +107,7 @@ class Survey:
         """Everything, by name."""
         result: dict[str, Any] = {"users": self.num_users}
         if self.overall is not None and self.by_item_frequency is not None and self.by_sample_size is not None:
-            result["overall"] = self.overall.to_json()[0]
+            result["overall"] = next(iter(self.overall.to_json()), None)
             result["by_item_frequency"] = self.by_item_frequency.to_json()
             result["by_effective_sample_size"] = self.by_sample_size[0].to_json()
         result["by_history_length"] = self.by_history_length.to_json()
@@ -147,6 +149,14 @@ def some_users(histories: Histories, most: int | None) -> Histories:
         return histories
     users = np.arange(most) * len(histories) // most
     return histories.prefixes(users, histories.offsets[1:][users])
+
+
+def compared(survey: Survey, against: Survey | None) -> dict[str, Survey]:
+    """One survey or two, by what tells them apart."""
+    if against is None or survey.filtering != against.filtering:
+        both = [survey] if against is None else [survey, against]
+        return {f"filtering {'on' if one.filtering else 'off'}": one for one in both}
+    return {"this": survey, "against": against}
 
 
 def frequency_labels() -> tuple[str, ...]:
@@ -310,7 +320,7 @@ def _frequency_bins(training_counts: NDArray[np.int64]) -> Tensor:
 
 def _bin(values: Tensor, lowest: Tensor) -> Tensor:
     """The last bin whose lowest value is not above the value; −1 below the first."""
-    return torch.bucketize(values, lowest, right=True) - 1
+    return torch.bucketize(values.contiguous(), lowest, right=True) - 1
 
 
 def _range_labels(lowest: Sequence[int], highest: int | None) -> list[str]:

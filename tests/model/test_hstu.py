@@ -715,6 +715,16 @@ def test_the_exported_graphs_equal_torch_and_the_reference(is_filtering: bool, t
         assert_close(mean, reference.last_real(expected.mean, rows[0]), FLOAT32_TOL, "mean")
         assert_precision_close(precision, reference.last_real(expected.precision, rows[0]), FLOAT32_TOL)
 
+    # A gap on either side of a bucket's edge, 1e-9 away: in float32 the two would be one.
+    for bucket in range(1, model.config.time_buckets):
+        for factor in (1 - 1e-9, 1 + 1e-9):
+            timestamps = rows[2].copy()
+            timestamps[:, 1:3] = [0.0, 1.35**bucket * factor]
+            edge = (rows[0], rows[1], timestamps)
+            found = session.run(["mean"], dict(zip(("items", "weights", "timestamps"), edge, strict=True)))
+            with torch.no_grad():
+                assert_close(found[0], model.final_state(*tensors(edge, torch.float32)).mean, FLOAT32_TOL, "mean")
+
     # The ranker holds the items as unit vectors.
     ranker = onnx.load(tmp_path / "ranker.onnx")
     tables = [to_array(x) for x in ranker.graph.initializer if list(x.dims) == list(model.item_embedding.weight.shape)]
