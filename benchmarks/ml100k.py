@@ -45,7 +45,7 @@ def train(interactions: Path, seed: int, overrides: list[str]) -> dict[str, Any]
     """One run's record, without what varies by machine only."""
     with tempfile.TemporaryDirectory() as out:
         command = [
-            Path(sys.executable).with_name("bft-train"), "train",
+            Path(sys.executable).with_name("bft-train"), "fit",
             "--config", CONFIG, "--data", interactions, "--out", out, f"training.seed={seed}", *overrides,
         ]  # fmt: skip
         subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)

@@ -54,7 +54,7 @@ def main() -> None:
 
 def train(interactions: Path, titles: Path) -> None:
     command = [
-        Path(sys.executable).with_name("bft-train"), "train",
+        Path(sys.executable).with_name("bft-train"), "fit",
         "--config", CONFIG, "--data", interactions, "--titles", titles, "--out", OUT,
     ]  # fmt: skip
     if subprocess.run([*map(str, command)]).returncode:

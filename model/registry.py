@@ -87,7 +87,7 @@ def resolve(location: Path | str) -> Path:
         return folder.resolve()
     index = read_index(folder)
     if index is None:
-        raise BundleError(f"{folder}: neither a bundle ({MANIFEST}) nor a registry ({REGISTRY}); run `bft-train train`")
+        raise BundleError(f"{folder}: neither a bundle ({MANIFEST}) nor a registry ({REGISTRY}); run `bft-train fit`")
     return (folder / index.current).resolve()
 
 

@@ -31,11 +31,16 @@ def load_model(bundle: Bundle) -> Backbone:
     model = build_model(bundle.manifest.model, torch.from_numpy(bundle.items.training_counts))
     try:
         tensors = safetensors.torch.load_file(bundle.folder / WEIGHTS)
-        model.load_state_dict({name: tensors[name] for name in model.state_dict()})
-    except (safetensors.SafetensorError, OSError, KeyError, RuntimeError) as error:
-        raise BundleError(
-            f"{bundle.folder}: {WEIGHTS} does not fit the model of the manifest ({error}); export the bundle again"
-        ) from error
+    except (safetensors.SafetensorError, OSError) as error:
+        raise BundleError(f"{bundle.folder}: {WEIGHTS} cannot be read ({error}); export the bundle again") from error
+    for name, expected in model.state_dict().items():
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != tuple(expected.shape):
+            raise BundleError(
+                f"{bundle.folder}: {WEIGHTS}, tensor {name} has shape {found}, that of the manifest's model"
+                f" {tuple(expected.shape)}; export the bundle again"
+            )
+    model.load_state_dict({name: tensors[name] for name in model.state_dict()})
     return model.eval()
 
 

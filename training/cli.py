@@ -33,10 +33,10 @@ RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry's
 
 
 @app.command()
-def train(
+def fit(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="e.g. training.epochs=20 model.width=128"),
+        typer.Argument(metavar="[KEY=VALUE]...", help="e.g. model=hstu model.width=128 training.epochs=20"),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML configuration file.")] = None,
     data: Annotated[Path | None, typer.Option(help="The interaction log; same as data.path=…")] = None,
@@ -53,10 +53,10 @@ def train(
         named = [f"{key}={_as_yaml(path)}" for key, path in (("data.path", data), ("titles", titles)) if path]
         run_config = load_config(config, [*named, *(overrides or [])])
         # torch takes seconds to import: a mistake above, and the other commands, need not wait for it.
-        from training.pipeline import train as run
+        from training.pipeline import train
 
         with reporter() as progress:
-            trained = run(run_config, out, progress, sys.argv, resume)
+            trained = train(run_config, out, progress, sys.argv, resume)
     figures = trained.record["test"]
     _print({"bundle": str(trained.bundle), **figures} if as_json else _figures_text(figures), as_json)
 
@@ -157,7 +157,7 @@ def show(registry: RegistryOption, as_json: AsJson = False) -> None:
     with _errors_as_messages():
         index = registries.read_index(registry)
         if index is None:
-            raise BundleError(f"{registry}: nothing is published here yet; run `bft-train train --out …`")
+            raise BundleError(f"{registry}: nothing is published here yet; run `bft-train fit --out …`")
     _print_index(index, as_json)
 
 

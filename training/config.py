@@ -83,7 +83,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         path: a YAML file, or None to start from the defaults. Relative paths inside it are relative to the
             working directory.
-        overrides: `dotted.key=value`, the value in YAML; later ones win.
+        overrides: `dotted.key=value`, the value in YAML; later ones win. `model=NAME` is short for
+            `model.backbone=NAME`.
 
     Raises:
         ConfigError: the file is missing or not a mapping, an override has no `=`, a key is unknown (names the
@@ -97,14 +98,17 @@ def override_config(document: dict[str, Any], overrides: Sequence[str], where: s
 
     Args:
         document: nested keys and values; changed in place.
-        overrides: `dotted.key=value`.
+        overrides: as there.
         where: what the document is called in an error.
     """
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"override {override!r} is not of the form dotted.key=value, e.g. training.epochs=20")
-        _set(document, key.split("."), _parse_yaml(text, f"override {override!r}"), override)
+        value = _parse_yaml(text, f"override {override!r}")
+        if key == "model" and isinstance(value, str):
+            key = "model.backbone"
+        _set(document, key.split("."), value, override)
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:

@@ -71,7 +71,7 @@ def fields(**changes: Any) -> dict[str, Any]:
         "custom_ops": GRAPHS,
         "data": {"events": 14},
         "metrics": {"ndcg@10": 0.05, "interval": [0.04, 0.06]},
-        "training": {"command": ["bft-train", "train"]},
+        "training": {"command": ["bft-train", "fit"]},
         "versions": {"torch": "2.13.0"},
     } | changes
 

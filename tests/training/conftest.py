@@ -29,7 +29,7 @@ BAD_ROWS = 2
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished `bft-train train --json`: its inputs, its folder, and what it printed."""
+    """A finished `bft-train fit --json`: its inputs, its folder, and what it printed."""
 
     log: Path
     titles: Path
@@ -80,7 +80,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     titles.write_text("item_id,title\nitem 07,Seventh Heaven\nelsewhere,Unknown\n")
     config.write_text(CONFIG)
 
-    done = bft_train("train", "--config", config, "--data", log, "--titles", titles, "--out", out, "--json")
+    done = bft_train("fit", "--config", config, "--data", log, "--titles", titles, "--out", out, "--json")
 
     assert done.returncode == 0, done.stderr
     return TrainedRun(log, titles, config, out, json.loads(done.stdout), done.stderr)

@@ -93,7 +93,7 @@ def test_the_record_traces_the_figures_to_data_configuration_and_versions(traine
     assert record["config"]["training"]["learning_rate"] == 0.02
     assert record["config"]["model"] == manifest.model.model_dump()
     assert set(record["versions"]) >= {"python", "torch", "onnxruntime"}
-    assert record["command"][:2] == ["cli.py", "train"]
+    assert record["command"][:2] == ["cli.py", "fit"]
     assert "path" not in record["config"]["data"]
 
 
@@ -113,7 +113,7 @@ def test_a_path_is_taken_as_it_stands(name: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("training.pipeline.train", remember)
 
-    result = invoke("train", "--data", name, "--titles", name, "data.format=csv", "--json")
+    result = invoke("fit", "--data", name, "--titles", name, "data.format=csv", "--json")
 
     assert result.exit_code == 0, result.output
     assert (configs[0].data.path, configs[0].titles) == (Path(name), Path(name))
@@ -194,14 +194,14 @@ def failed(result: Result) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--data", "nowhere.csv"], "nowhere.csv does not exist"),
-        (["train", "--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["train", "--data", "{log}", "model.widht=3"], "unknown key model.widht; the nearest is model.width"),
-        (["train", "--data", "{log}", "model.width"], "dotted.key=value"),
-        (["train", "--data", "{log}"], "has no column 'user_id'"),
-        (["train", "--config", "{config}", "--data", "{log}", "data.max_bad_share=0"], "max_bad_share"),
-        (["train", "--config", "{config}", "--data", "{log}", "titles=nowhere.csv"], "nowhere.csv is not a titles"),
-        (["train"], "no interaction log is named; give it with --data FILE"),
+        (["fit", "--data", "nowhere.csv"], "nowhere.csv does not exist"),
+        (["fit", "--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["fit", "--data", "{log}", "model.widht=3"], "unknown key model.widht; the nearest is model.width"),
+        (["fit", "--data", "{log}", "model.width"], "dotted.key=value"),
+        (["fit", "--data", "{log}"], "has no column 'user_id'"),
+        (["fit", "--config", "{config}", "--data", "{log}", "data.max_bad_share=0"], "max_bad_share"),
+        (["fit", "--config", "{config}", "--data", "{log}", "titles=nowhere.csv"], "nowhere.csv is not a titles"),
+        (["fit"], "no interaction log is named; give it with --data FILE"),
         (["evaluate", "--bundle", "{tmp}", "--data", "{log}"], "neither a bundle"),
         (["evaluate", "--bundle", "{registry}", "--data", "nowhere.csv"], "nowhere.csv does not exist"),
         (["evaluate", "--bundle", "{registry}", "--data", "{strange}"], "leaves nothing for test"),
@@ -233,7 +233,7 @@ def test_what_a_user_can_mend_is_a_message_and_status_2(
 
 def test_a_process_that_fails_prints_no_traceback_and_writes_no_registry(trained: TrainedRun, tmp_path: Path) -> None:
     done = bft_train(
-        "train", "--config", trained.config, "--data", trained.log, "--out", tmp_path / "out", "model.width=15"
+        "fit", "--config", trained.config, "--data", trained.log, "--out", tmp_path / "out", "model.width=15"
     )
 
     assert done.returncode == 2

@@ -43,6 +43,15 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: 
     assert config.titles == Path("t.csv")
 
 
+def test_a_model_s_name_alone_chooses_the_backbone_and_keeps_the_rest(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "data: {path: log.csv}\nmodel: {width: 32, backbone: bert4rec}\n")
+
+    config = load_config(path, ["model.num_layers=3", "model=hstu", "model.num_heads=4"])
+
+    model = config.model
+    assert (model.backbone, model.width, model.num_layers, model.num_heads) == ("hstu", 32, 3, 4)
+
+
 def test_overrides_alone_are_enough() -> None:
     config = load_config(None, ["data.path=log.csv", "model={width: 32, num_heads: 4}", "training.max_seconds=null"])
 

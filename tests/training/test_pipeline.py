@@ -126,7 +126,7 @@ def held_out_run(tmp_path_factory: pytest.TempPathFactory) -> HeldOutRun:
     folder = tmp_path_factory.mktemp("held_out")
     log = circling_log(folder / "log.csv")
     config = run_config(log, "split=users", "model.filtering=false", "training.epochs=4")
-    return HeldOutRun(config, pipeline.train(config, folder / "out", Recorder(), ["bft-train", "train"]))
+    return HeldOutRun(config, pipeline.train(config, folder / "out", Recorder(), ["bft-train", "fit"]))
 
 
 def test_users_held_out_are_judged_and_no_others(held_out_run: HeldOutRun) -> None:
