@@ -110,9 +110,9 @@ class GuardedStore:
         """As in `Store`."""
         return await self._breaker.call("append", lambda: self._store.append(subject, events))
 
-    async def save_state(self, subject: Subject, model_version: str, state: EncodedState) -> bool:
+    async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
         """As in `Store`."""
-        return await self._breaker.call("save_state", lambda: self._store.save_state(subject, model_version, state))
+        return await self._breaker.call("save_state", lambda: self._store.save_state(subject, model_version, encoded))
 
     async def erase(self, user_id: str) -> bool:
         """As in `Store`."""

@@ -1,7 +1,7 @@
 """ONNX Runtime: one session a graph, rows in and rows out (service.md, "Engine").
 
-Rows are padded to a few lengths, so that ONNX Runtime meets few shapes. Shapes: T positions, D width, S seen
-items, X blocked items, M entries of a list.
+Rows are padded to a few lengths, so that ONNX Runtime meets few shapes. Shapes: T positions, S cached positions or
+seen items, X blocked items, M entries of a list.
 """
 
 import importlib.metadata
@@ -14,24 +14,20 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from model.bundle import Bundle, BundleError, GoldenCase, golden_errors
+from model.bundle import ENCODER, RANKER, STEP, Bundle, BundleError, GoldenCase, golden_errors
 from model.config import BOS, PAD
 from service.batching import Batcher, BatchLimits
 from service.context import RequestContext
 from service.errors import InferenceFailed, StartError
+from service.filtered import Cache, Floats, State
 from service.settings import Provider, Settings
 from service.telemetry import Metrics
 
 logger = logging.getLogger(__name__)
 
-ENCODER, RANKER = "encoder", "ranker"
-GRAPHS = (ENCODER, RANKER)
-
-_SHORTEST_BUCKET = 8
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 
-Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -49,13 +45,17 @@ class EncoderRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class State:
-    """A user's filtered state."""
+class StepRow:
+    """Events to fold into a cached state, oldest first."""
 
-    mean: Floats
-    """(D,)"""
-    precision: Floats
-    """(D,) inverse variance, > 0; infinite for a plain model."""
+    cache: Cache
+    """Of the positions before them; with these at most max_len + 1."""
+    items: Numbers
+    """(T,) item numbers; T ≥ 1."""
+    weights: Floats
+    """(T,) > 0"""
+    timestamps: npt.NDArray[np.float64]
+    """(T,) seconds; NaN where there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ class Ranking:
 
 
 class Engine:
-    """The two graphs of a bundle behind a batcher.
+    """The graphs of a bundle behind a batcher.
 
     Args:
         bundle: an opened bundle.
@@ -105,7 +105,9 @@ class Engine:
         refuse_two_runtimes()
         self.provider = choose_provider(settings.provider, ort.get_available_providers())
         self._bundle = bundle
-        self._sessions = {graph: _load(bundle, graph, self.provider, settings.threads) for graph in GRAPHS}
+        self._sessions = {
+            graph: _load(bundle, graph, self.provider, settings.threads) for graph in bundle.manifest.graphs
+        }
         used = self._sessions[ENCODER].get_providers()[0]
         if used != self.provider and settings.provider == "cuda":
             raise StartError(f"the CUDA provider was asked for and did not start (ONNX Runtime took {used}); see above")
@@ -149,13 +151,21 @@ class Engine:
         return self._batcher.last_success
 
     async def encode(self, row: EncoderRow, request: RequestContext) -> State:
-        """The state after a history. Raises what `Batcher.submit` does."""
-        state: State = await self._batcher.submit(ENCODER, row, _length(ENCODER, row), request)
+        """The state after a history; with its cache, if the model is causal. Raises what `Batcher.submit` does."""
+        state: State = await self._batcher.submit(ENCODER, row, len(row.items), request)
+        return state
+
+    async def step(self, row: StepRow, request: RequestContext) -> State:
+        """The state after further events, with its cache; of a causal model. Raises what `Batcher.submit` does."""
+        # Counted as the whole history would be: less to compute, and as many positions to hold.
+        length = row.cache.num_positions + len(row.items)
+        state: State = await self._batcher.submit(STEP, row, length, request)
         return state
 
     async def rank(self, row: RankerRow, request: RequestContext) -> Ranking:
         """The best items for a state. Raises as `Batcher.submit`, and InferenceFailed on a NaN score."""
-        ranking: Ranking = await self._batcher.submit(RANKER, row, _length(RANKER, row), request)
+        length = row.size + len(row.seen) + len(row.blocked)
+        ranking: Ranking = await self._batcher.submit(RANKER, row, length, request)
         if not np.isfinite(ranking.score_mean).all() or np.isnan(ranking.log_probability).any():
             raise InferenceFailed("the ranker returned scores that are no numbers")
         return ranking
@@ -163,7 +173,9 @@ class Engine:
     def run_rows(self, graph: str, rows: Sequence[Any]) -> Sequence[Any]:
         """One batch, here and now, in the calling thread."""
         if graph == ENCODER:
-            return _split_states(self.run(graph, encoder_inputs(rows, self.max_positions)))
+            return _split_states(self.run(graph, encoder_inputs(rows, self.max_positions)), rows)
+        if graph == STEP:
+            return _split_states(self.run(graph, step_inputs(rows, self.max_positions)), rows)
         feeds = ranker_inputs(rows, self._bundle.manifest.num_items)
         feeds |= {"temperature": self._temperature, "variance_scale": self._variance_scale}
         return _split_rankings(self.run(graph, feeds), rows, self._bundle.calibration.temperature)
@@ -177,13 +189,26 @@ class Engine:
     def warm(self) -> None:
         """Run each length bucket alone and in a full batch, so that no caller pays for first shapes."""
         for length in length_buckets(self.max_positions):
-            row = EncoderRow(np.full(length, BOS, np.int64), np.ones(length, np.float32), np.full(length, np.nan))
-            state = self.run_rows(ENCODER, [row])[0]
-            self.run_rows(ENCODER, [row] * self._max_batch_rows)
+            state = self._warm(ENCODER, EncoderRow(*_blank(length)))
+        if STEP in self._sessions:
+            self._warm_step()
         nothing = np.empty(0, np.int64)
         for size in (1, 25, 500):
             self.run_rows(RANKER, [RankerRow(state, nothing, nothing, size)])
         self.run_rows(RANKER, [RankerRow(state, nothing, nothing, 25)] * self._max_batch_rows)
+
+    def _warm_step(self) -> None:
+        """One event behind each length of cache, then each number of events behind the shortest."""
+        longest = self.max_positions - 1
+        behind = [(length, 1) for length in length_buckets(longest)]
+        after_bos = [(1, num_events) for num_events in length_buckets(longest, shortest=1)]
+        for num_cached, num_events in behind + after_bos:
+            cache = self.run_rows(ENCODER, [EncoderRow(*_blank(num_cached))])[0].cache
+            self._warm(STEP, StepRow(cache, *_blank(num_events)))
+
+    def _warm(self, graph: str, row: Any) -> Any:
+        self.run_rows(graph, [row] * self._max_batch_rows)
+        return self.run_rows(graph, [row])[0]
 
     def parity_error(self) -> float:
         """Largest error of the golden cases as a multiple of (1 + |expected|); see PARITY_TOLERANCE.
@@ -192,8 +217,11 @@ class Engine:
             BundleError: there are no golden cases, or one does not fit its graph.
         """
         cases = self._bundle.golden_cases()
-        if {case.graph for case in cases} != set(GRAPHS):
-            raise BundleError(f"{self._bundle.folder}: golden.npz does not cover both graphs; export the bundle again")
+        if missing := self._sessions.keys() - {case.graph for case in cases}:
+            raise BundleError(
+                f"{self._bundle.folder}: golden.npz has no case of {', '.join(sorted(missing))}.onnx; "
+                "export the bundle again"
+            )
         return max(self._case_error(case) for case in cases)
 
     def _case_error(self, case: GoldenCase) -> float:
@@ -234,10 +262,10 @@ def choose_provider(asked: Provider, available: Sequence[str]) -> str:
     return _CUDA if asked != "cpu" and _CUDA in available else _CPU
 
 
-def length_buckets(longest: int) -> list[int]:
-    """Powers of two from 8 up, then the longest length itself."""
+def length_buckets(longest: int, shortest: int = 8) -> list[int]:
+    """The shortest length and its doublings, then the longest length itself."""
     buckets = []
-    length = _SHORTEST_BUCKET
+    length = shortest
     while length < longest:
         buckets.append(length)
         length *= 2
@@ -246,16 +274,31 @@ def length_buckets(longest: int) -> list[int]:
 
 def encoder_inputs(rows: Sequence[EncoderRow], max_positions: int) -> dict[str, npt.NDArray[Any]]:
     """The encoder's inputs, right-padded to the bucket of the longest row."""
-    longest = max(len(row.items) for row in rows)
-    length = next(bucket for bucket in length_buckets(max_positions) if bucket >= longest)
-    items = np.full((len(rows), length), PAD, np.int64)
-    weights = np.ones((len(rows), length), np.float32)
+    return _padded_positions(rows, length_buckets(max_positions))
+
+
+def step_inputs(rows: Sequence[StepRow], max_positions: int) -> dict[str, npt.NDArray[Any]]:
+    """The step's inputs: events right-padded to the bucket of the most, caches to that of the longest."""
+    longest = max_positions - 1  # a cached position is BOS, and one at least is new
+    lengths = np.array([row.cache.num_positions for row in rows], np.int64)
+    length = _bucket(int(lengths.max()), length_buckets(longest))
+    num_layers, num_heads, _, head_width = rows[0].cache.key.shape
+    key, value = np.zeros((2, len(rows), num_layers, num_heads, length, head_width), np.float32)
+    log_precision = np.zeros((len(rows), num_layers, length), np.float32)
     timestamps = np.full((len(rows), length), np.nan)
     for index, row in enumerate(rows):
-        items[index, : len(row.items)] = row.items
-        weights[index, : len(row.weights)] = row.weights
-        timestamps[index, : len(row.timestamps)] = row.timestamps
-    return {"items": items, "weights": weights, "timestamps": timestamps}
+        cached = slice(row.cache.num_positions)
+        key[index, :, :, cached] = row.cache.key
+        value[index, :, :, cached] = row.cache.value
+        log_precision[index, :, cached] = row.cache.log_precision
+        timestamps[index, cached] = row.cache.timestamps
+    return _padded_positions(rows, length_buckets(longest, shortest=1)) | {
+        "past_key": key,
+        "past_value": value,
+        "past_log_precision": log_precision,
+        "past_timestamps": timestamps,
+        "past_length": lengths,
+    }
 
 
 def ranker_inputs(rows: Sequence[RankerRow], num_items: int) -> dict[str, npt.NDArray[Any]]:
@@ -269,6 +312,22 @@ def ranker_inputs(rows: Sequence[RankerRow], num_items: int) -> dict[str, npt.ND
     }
 
 
+def _padded_positions(rows: Sequence[EncoderRow | StepRow], buckets: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    length = _bucket(max(len(row.items) for row in rows), buckets)
+    items = np.full((len(rows), length), PAD, np.int64)
+    weights = np.ones((len(rows), length), np.float32)
+    timestamps = np.full((len(rows), length), np.nan)
+    for index, row in enumerate(rows):
+        items[index, : len(row.items)] = row.items
+        weights[index, : len(row.weights)] = row.weights
+        timestamps[index, : len(row.timestamps)] = row.timestamps
+    return {"items": items, "weights": weights, "timestamps": timestamps}
+
+
+def _bucket(length: int, buckets: Sequence[int]) -> int:
+    return next(bucket for bucket in buckets if bucket >= length)
+
+
 def _padded(rows: Sequence[Numbers]) -> Numbers:
     # Powers of four: seen sets have many lengths, and few shapes are worth some zeros.
     longest = max(len(row) for row in rows)
@@ -279,12 +338,30 @@ def _padded(rows: Sequence[Numbers]) -> Numbers:
     return padded
 
 
-def _length(graph: str, row: Any) -> int:
-    return len(row.items) if graph == ENCODER else row.size + len(row.seen) + len(row.blocked)
+def _blank(length: int) -> tuple[Numbers, Floats, npt.NDArray[np.float64]]:
+    """Items, weights and timestamps of so many positions, to warm with."""
+    return np.full(length, BOS, np.int64), np.ones(length, np.float32), np.full(length, np.nan)
 
 
-def _split_states(outputs: Arrays) -> list[State]:
-    return [State(mean, precision) for mean, precision in zip(outputs["mean"], outputs["precision"], strict=True)]
+def _split_states(outputs: Arrays, rows: Sequence[EncoderRow | StepRow]) -> list[State]:
+    return [
+        State(outputs["mean"][index], outputs["precision"][index], _cache(outputs, index, row))
+        for index, row in enumerate(rows)
+    ]
+
+
+def _cache(outputs: Arrays, index: int, row: EncoderRow | StepRow) -> Cache | None:
+    """What there is after a row; None when the graph keeps nothing. Its arrays are its own, not parts of the batch."""
+    if "key" not in outputs:
+        return None
+    own = slice(len(row.items))
+    added = Cache(
+        outputs["key"][index, :, :, own].copy(),
+        outputs["value"][index, :, :, own].copy(),
+        outputs["log_precision"][index, :, own].copy(),
+        row.timestamps,
+    )
+    return row.cache.extended(added) if isinstance(row, StepRow) else added
 
 
 def _split_rankings(outputs: Arrays, rows: Sequence[RankerRow], temperature: float) -> list[Ranking]:

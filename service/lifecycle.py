@@ -10,13 +10,14 @@ from enum import StrEnum
 
 import numpy as np
 
-from model.bundle import PARITY_TOLERANCE, Bundle, BundleError, open_bundle
+from model.bundle import ENCODER, PARITY_TOLERANCE, Bundle, BundleError, open_bundle
 from model.config import BOS
 from model.registry import resolve
 from service.breaker import Breaker, GuardedStore
 from service.context import unhurried
-from service.engine import ENCODER, EncoderRow, Engine, RankerRow, State
+from service.engine import EncoderRow, Engine, RankerRow
 from service.errors import NotReady, StartError
+from service.filtered import State
 from service.ingest import Ingest
 from service.recommender import Recommender, Subjects
 from service.settings import Settings

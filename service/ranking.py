@@ -1,4 +1,4 @@
-"""From a history to the encoder's row, and from the ranker's answer to a list. Pure functions.
+"""From a history to the encoder's row or the step's, and from the ranker's answer to a list. Pure functions.
 
 Shapes: K kept events, T positions, M list entries, S seen items, X blocked items.
 """
@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from model.bundle import Bundle, Items, confidence_features
 from model.config import BOS, FIRST_ITEM, UNK, UNKNOWN_BASE, window_start
-from service.engine import EncoderRow, Numbers, Ranking
+from service.engine import EncoderRow, Numbers, Ranking, StepRow
 from service.errors import InferenceFailed
+from service.filtered import Cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +83,23 @@ def encoder_row(history: History, max_len: int) -> EncoderRow:
         weights=np.concatenate([[1.0], history.weights[start:]]).astype(np.float32),
         timestamps=np.concatenate([[np.nan], history.timestamps[start:]]),
     )
+
+
+def step_row(row: EncoderRow, num_missing: int, cache: Cache | None) -> StepRow | None:
+    """The row's last events, to be folded into the cache of the positions before them.
+
+    Args:
+        row: BOS and the window.
+        num_missing: events since the cached state, ≥ 1.
+        cache: of that state.
+
+    Returns:
+        None when there is no cache, or the window has moved since: positions are counted from its start.
+    """
+    if cache is None or cache.num_positions != len(row.items) - num_missing:
+        return None
+    missing = slice(cache.num_positions, None)
+    return StepRow(cache, row.items[missing], row.weights[missing], row.timestamps[missing])
 
 
 def filters(

@@ -6,15 +6,16 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from model.bundle import Bundle
+from model.bundle import STEP, Bundle
 from model.config import UNK, UNKNOWN_BASE
 from service import ranking
 from service.context import RequestContext
-from service.engine import EncoderRow, Numbers, RankerRow, Ranking, State
+from service.engine import EncoderRow, Numbers, RankerRow, Ranking, StepRow
+from service.filtered import State
 from service.ranking import NO_HISTORY, Entry, History
 from service.schemas import (
     CalibrationInfo,
@@ -41,7 +42,13 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED_IDS = 65_536
 MAX_SAVES = 256
-"""States on their way to the store at a time; beyond it they are not cached, only computed again."""
+MAX_SAVE_BYTES = 2**24
+"""States on their way to the store at a time, and what they take together; beyond it they are not kept, only computed
+again."""
+
+How = Literal["current", "folded", "encoded", "nobody"]
+"""How the state behind an answer came about: it was kept and is of every event; it was kept and the missing events were
+folded in; the history was encoded; it is that of a subject without events."""
 
 
 class Inference(Protocol):
@@ -49,6 +56,10 @@ class Inference(Protocol):
 
     async def encode(self, row: EncoderRow, request: RequestContext) -> State:
         """The state after a history."""
+        ...
+
+    async def step(self, row: StepRow, request: RequestContext) -> State:
+        """The state after further events; of a causal model."""
         ...
 
     async def rank(self, row: RankerRow, request: RequestContext) -> Ranking:
@@ -69,15 +80,25 @@ class Subjects:
         self._store = store
         # A number never changes its id, so what was read once holds for ever.
         self._ids: OrderedDict[int, str] = OrderedDict()
-        self._saves: set[asyncio.Task[None]] = set()
+        self._saves: dict[asyncio.Task[None], int] = {}
+        """Each with the bytes of its state."""
 
     async def load(self, subject: Subject) -> tuple[UserRecord | None, EncodedState | None]:
-        """The record, and the cached state of the served model, if it is of exactly this record."""
+        """The record, and the served model's state of it or of its beginning; see `Loaded`."""
         loaded = await self._store.load(subject, self._bundle.manifest.version)
-        record, state = loaded.record, loaded.state
-        if record is None or state is None or (state.epoch, state.count) != (record.epoch, record.count):
-            return record, None
-        return record, state
+        if loaded.encoded is None or not self._fits(loaded.encoded.state):
+            return loaded.record, None
+        return loaded.record, loaded.encoded
+
+    def _fits(self, state: State) -> bool:
+        """Whether the served model's graphs can read a state. One that cannot be read would fail a whole batch."""
+        model, cache = self._bundle.manifest.model, state.cache
+        if cache is not None:
+            num_layers, num_heads, _, head_width = cache.key.shape
+            per_position = (model.num_layers, model.num_heads, model.width // model.num_heads)
+            if STEP not in self._bundle.manifest.graphs or (num_layers, num_heads, head_width) != per_position:
+                return False
+        return state.mean.shape == (model.width,)
 
     async def history(self, record: UserRecord) -> History:
         """The record in this catalogue's numbers; asks the store once for ids it has not met before."""
@@ -104,25 +125,25 @@ class Subjects:
         return found
 
     def save(self, subject: Subject, record: UserRecord, state: State) -> None:
-        """Cache a computed state, in the background: it neither delays nor fails the answer."""
-        if len(self._saves) >= MAX_SAVES:
+        """Keep a computed state, in the background: it neither delays nor fails the answer."""
+        # Without any save under way one of any size may go, so that no user's state is never kept.
+        if len(self._saves) >= MAX_SAVES or (self._saves and sum(self._saves.values()) + state.nbytes > MAX_SAVE_BYTES):
             return
-        encoded = EncodedState(record.count, record.epoch, state.mean, state.precision)
-        task = asyncio.create_task(self._save(subject, encoded))
-        self._saves.add(task)
-        task.add_done_callback(self._saves.discard)
+        task = asyncio.create_task(self._save(subject, EncodedState(record.count, record.epoch, state)))
+        self._saves[task] = state.nbytes
+        task.add_done_callback(self._saves.pop)
 
     async def finish_saves(self) -> None:
         """Return when no save is under way."""
         await asyncio.gather(*self._saves)
 
-    async def _save(self, subject: Subject, state: EncodedState) -> None:
+    async def _save(self, subject: Subject, encoded: EncodedState) -> None:
         try:
-            await self._store.save_state(subject, self._bundle.manifest.version, state)
+            await self._store.save_state(subject, self._bundle.manifest.version, encoded)
         except StateError as error:
-            logger.info("a state was not cached: %s", error)
+            logger.info("a state was not kept: %s", error)
         except Exception:
-            logger.exception("a state was not cached")
+            logger.exception("a state was not kept")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,8 +154,8 @@ class _Found:
     told: Sequence[HistoryEvent] = ()
     """The events of the request that were used."""
     record: UserRecord | None = None
-    state: State | None = None
-    """Of exactly `record`."""
+    encoded: EncodedState | None = None
+    """Of `record`, or of its beginning."""
     degraded: tuple[DegradedReason, ...] = ()
 
 
@@ -146,7 +167,7 @@ class Recommender:
         subjects: the stored histories.
         engine: the graphs.
         nobody: the state of BOS alone, of a subject without events.
-        metrics: counts cold starts and degraded answers.
+        metrics: counts where states come from, cold starts and degraded answers.
         hasher: turns ids into what logs may show.
     """
 
@@ -189,9 +210,9 @@ class Recommender:
             return _Found(told_history(told, self._bundle), told)
         request.subject = self._hasher(*subject)
         try:
-            record, state = await self._subjects.load(subject)
+            record, encoded = await self._subjects.load(subject)
             history = NO_HISTORY if record is None else await self._subjects.history(record)
-            return _Found(history, (), record, None if state is None else State(state.mean, state.precision))
+            return _Found(history, (), record, encoded)
         except StateUnavailable:
             told = asked.fallback_history or ()
             return _Found(told_history(told, self._bundle), told, degraded=(DegradedReason.state_unavailable,))
@@ -200,16 +221,27 @@ class Recommender:
             return _Found(NO_HISTORY, degraded=(DegradedReason.catalog_mismatch,))
 
     async def _state(self, asked: RecommendationRequest, found: _Found, request: RequestContext) -> State:
-        if found.state is not None:
-            return found.state
-        if found.history.count == 0:
-            return self._nobody
-        row = ranking.encoder_row(found.history, self._bundle.manifest.model.max_len)
-        state = await self._engine.encode(row, request)
+        how, state = await self._how_and_state(found.history, found.encoded, request)
+        self._metrics.states.labels(how).inc()
         subject = _subject(asked)
-        if subject is not None and found.record is not None:
+        if how in ("folded", "encoded") and subject is not None and found.record is not None:
             self._subjects.save(subject, found.record, state)
         return state
+
+    async def _how_and_state(
+        self, history: History, encoded: EncodedState | None, request: RequestContext
+    ) -> tuple[How, State]:
+        if history.count == 0:
+            return "nobody", self._nobody
+        if encoded is not None and encoded.count == history.count:
+            return "current", encoded.state
+        row = ranking.encoder_row(history, self._bundle.manifest.model.max_len)
+        step = None
+        if encoded is not None:
+            step = ranking.step_row(row, history.count - encoded.count, encoded.state.cache)
+        if step is not None:
+            return "folded", await self._engine.step(step, request)
+        return "encoded", await self._engine.encode(row, request)
 
     def _numbers(self, item_ids: Iterable[str]) -> list[int]:
         numbers = (self._bundle.items.number(item_id) for item_id in item_ids)

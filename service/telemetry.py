@@ -102,6 +102,12 @@ class Metrics:
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
             registry=self.registry,
         )
+        self.states = Counter(
+            "bft_states",
+            "States behind the answers: current, with events folded in, encoded from the history, or nobody's",
+            ["how"],
+            registry=self.registry,
+        )
         self.cold_starts = Counter(
             "bft_cold_starts", "Answers for somebody without any known event", registry=self.registry
         )

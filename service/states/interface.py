@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.config import FIRST_ITEM, UNKNOWN_BASE
+from service.filtered import State
 
 MAX_EVENTS_PER_CALL = 1000
 """Bound on one `append`: a script holds the server for its whole run."""
@@ -141,32 +142,21 @@ class UserRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedState:
-    """A model's filtered state after the first `count` events of one epoch.
-
-    Raises:
-        ValueError: mean and precision are not two vectors of one length.
-    """
+    """A model's filtered state after the first `count` events of one epoch."""
 
     count: int
     epoch: int
-    mean: npt.NDArray[np.float32]
-    """(D,)"""
-    precision: npt.NDArray[np.float32]
-    """(D,) inverse variance."""
-
-    def __post_init__(self) -> None:
-        if self.mean.ndim != 1 or self.mean.shape != self.precision.shape:
-            raise ValueError(
-                f"mean has shape {self.mean.shape}, precision {self.precision.shape}; accepted: (D,) twice"
-            )
+    state: State
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One read. `state` was checked: its epoch is the record's and its count does not exceed the record's."""
+    """One read."""
 
     record: UserRecord | None
-    state: EncodedState | None
+    encoded: EncodedState | None
+    """Of the record's epoch, and of no more events than it has. Of fewer: with the cache it was saved with, into which
+    the missing ones can be folded. Of as many: without it, since nothing is missing."""
 
 
 class AppendStatus(StrEnum):
@@ -251,7 +241,7 @@ class Store(Protocol):
     """The verbs. Every method may raise StateUnavailable; further errors are named per method."""
 
     async def load(self, subject: Subject, model_version: str) -> Loaded:
-        """One subject's record and the model's cached state, in one round trip.
+        """One subject's record and the model's encoded state, in one round trip.
 
         Raises:
             CatalogMismatch: the record was written under another catalogue lineage.
@@ -272,8 +262,8 @@ class Store(Protocol):
         """
         ...
 
-    async def save_state(self, subject: Subject, model_version: str, state: EncodedState) -> bool:
-        """Cache a model's state; False, and nothing written, when the record has moved on or is gone.
+    async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
+        """Keep a model's state; False, and nothing written, when the record has moved on or is gone.
 
         The version is registered on the way, if that was not done.
 

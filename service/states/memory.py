@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -26,6 +26,10 @@ from service.states.interface import (
 from service.states.packing import stored_weight
 from service.states.scripts import bucket, check_model_version
 
+MAX_STATES = 1024
+"""Encoded states kept of users, and as many of sessions, those saved last: a cache takes about 1 KB an event, and a
+state that is not kept is only computed again."""
+
 
 @dataclass(slots=True)
 class _History:
@@ -37,8 +41,6 @@ class _History:
     old_seen: set[int] = field(default_factory=set)
     young_seen: set[int] = field(default_factory=set)
     identities: deque[bytes] = field(default_factory=deque)
-    states: dict[str, tuple[EncodedState, int]] = field(default_factory=dict)
-    """Per model version, with the time of its end in ms."""
     expires_ms: int = 0
     identities_expire_ms: int = 0
 
@@ -50,7 +52,14 @@ class _Tombstone:
     expires_ms: int
 
 
-Expiring = TypeVar("Expiring", _History, _Tombstone)
+@dataclass(frozen=True, slots=True)
+class _KeptState:
+    encoded: EncodedState
+    expires_ms: int
+
+
+Key = TypeVar("Key")
+Expiring = TypeVar("Expiring", _History, _Tombstone, _KeptState)
 
 
 class MemoryStore:
@@ -65,6 +74,11 @@ class MemoryStore:
             "user": OrderedDict(),
             "session": OrderedDict(),
         }
+        # By id and model version.
+        self._states: dict[str, OrderedDict[tuple[str, str], _KeptState]] = {
+            "user": OrderedDict(),
+            "session": OrderedDict(),
+        }
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
         self._outbox: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
         self._numbers: dict[str, int] = {}
@@ -75,7 +89,7 @@ class MemoryStore:
         self._forget_expired()
         history = self._histories[subject.kind].get(subject.id)
         if history is None:
-            return Loaded(record=None, state=None)
+            return Loaded(record=None, encoded=None)
         timestamps, items, weights = zip(*history.events, strict=True) if history.events else ((), (), ())
         record = UserRecord(
             count=history.count,
@@ -86,9 +100,15 @@ class MemoryStore:
             weights=np.array(weights, dtype=np.float32),
             seen=np.array(sorted(history.old_seen | history.young_seen), dtype=np.int64),
         )
-        state, expires_ms = history.states.get(model_version, (None, 0))
-        is_valid = state is not None and state.epoch == history.epoch and expires_ms > self._clock()
-        return Loaded(record=record, state=state if is_valid else None)
+        return Loaded(record=record, encoded=self._encoded(subject, model_version, history))
+
+    def _encoded(self, subject: Subject, model_version: str, history: _History) -> EncodedState | None:
+        kept = self._states[subject.kind].get((subject.id, model_version))
+        if kept is None or kept.encoded.epoch != history.epoch:
+            return None
+        if kept.encoded.count == history.count:
+            return replace(kept.encoded, state=replace(kept.encoded.state, cache=None))
+        return kept.encoded
 
     async def append(self, subject: Subject, events: Sequence[Event]) -> list[AppendStatus]:
         """As in `Store`."""
@@ -167,14 +187,18 @@ class MemoryStore:
             history.identities_expire_ms = now_ms + self._limits.ttl_of_identities_s(subject) * 1000
         self._histories[subject.kind].move_to_end(subject.id)
 
-    async def save_state(self, subject: Subject, model_version: str, state: EncodedState) -> bool:
+    async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
         """As in `Store`."""
         check_model_version(model_version)
         self._forget_expired()
         history = self._histories[subject.kind].get(subject.id)
-        if history is None or history.epoch != state.epoch or history.count < state.count:
+        if history is None or history.epoch != encoded.epoch or history.count < encoded.count:
             return False
-        history.states[model_version] = (state, self._clock() + self._limits.ttl_of_state_s(subject) * 1000)
+        states, key = self._states[subject.kind], (subject.id, model_version)
+        states[key] = _KeptState(encoded, self._clock() + self._limits.ttl_of_state_s(subject) * 1000)
+        states.move_to_end(key)
+        if len(states) > MAX_STATES:
+            states.popitem(last=False)
         return True
 
     async def erase(self, user_id: str) -> bool:
@@ -182,6 +206,8 @@ class MemoryStore:
         self._forget_expired()
         now_ms = self._clock()
         history = self._histories["user"].pop(user_id, None)
+        for key in [key for key in self._states["user"] if key[0] == user_id]:
+            del self._states["user"][key]
         earlier = self._tombstones.pop(user_id, None)
         self._tombstones[user_id] = _Tombstone(
             erased_ms=now_ms,
@@ -216,7 +242,7 @@ class MemoryStore:
         return {number: self._item_ids[number] for number in numbers if number in self._item_ids}
 
     async def register_model(self, model_version: str) -> None:
-        """As in `Store`; here a subject's states lie with its history, so nothing needs to be remembered."""
+        """As in `Store`; here an erasure looks through all states, so nothing needs to be remembered."""
         check_model_version(model_version)
 
     async def outbox_fill(self) -> float:
@@ -235,12 +261,13 @@ class MemoryStore:
 
     def _forget_expired(self) -> None:
         now_ms = self._clock()
-        _pop_expired(self._histories["user"], now_ms)
-        _pop_expired(self._histories["session"], now_ms)
+        for kind in ("user", "session"):
+            _pop_expired(self._histories[kind], now_ms)
+            _pop_expired(self._states[kind], now_ms)
         _pop_expired(self._tombstones, now_ms)
 
 
-def _pop_expired(expiring: OrderedDict[str, Expiring], now_ms: int) -> None:
+def _pop_expired(expiring: OrderedDict[Key, Expiring], now_ms: int) -> None:
     while expiring and next(iter(expiring.values())).expires_ms <= now_ms:
         expiring.popitem(last=False)
 

@@ -3,26 +3,34 @@
     user record     schema u8 | subject hash 8 | lineage hash 8 | count u32 | epoch u32 | K entries
     entry           12 bytes: item number u32 | timestamp in ms u48 | weight bfloat16
     seen set        schema u8 | subject hash 8 | old count u16 | young count u16 | old bytes u16 | old | young
-    encoded state   schema u8 | subject hash 8 | count u32 | epoch u32 | mean f32 × D | precision f32 × D
+    encoded state   state schema u8 | subject hash 8 | count u32 | epoch u32 | D u16 | Y u8 | H u8 | S u16 | C u16 |
+                    mean f32 × D | precision f32 × D | cache
+    cache           timestamps f64 × S | log_precision f32 × Y·S | key f32 × Y·H·S·C | value f32 × Y·H·S·C; Y, H, S and
+                    C are 0 when there is none
     tombstone       schema u8 | subject hash 8 | erased at, in ms u48 | next epoch u32
 
 `old` and `young` are ascending item numbers, each as its difference from the one before, in LEB128 varints
-(the first from 0). The subject hash is checked on every read: bytes under the wrong key are never used.
+(the first from 0). The shapes of a state are those of `service.filtered`. The subject hash is checked on every read:
+bytes under the wrong key are never used.
 """
 
+import math
 import struct
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
+from service.filtered import Cache, Floats, State
 from service.states.interface import EncodedState, Event, StateUnavailable, Subject, UserRecord
 
 SCHEMA = 1
+STATE_SCHEMA = 2
+"""Of encoded states alone: one of another layout is encoded anew, where a record is never given up."""
 
 _RECORD_HEADER = struct.Struct("<B8s8sII")
 _SEEN_HEADER = struct.Struct("<B8sHHH")
-_STATE_HEADER = struct.Struct("<B8sII")
+_STATE_HEADER = struct.Struct("<B8sIIHBBHH")
 _ENTRY = struct.Struct("<IIHH")
 _ENTRY_DTYPE = np.dtype([("item", "<u4"), ("ms_low", "<u4"), ("ms_high", "<u2"), ("weight", "<u2")])
 
@@ -127,16 +135,45 @@ def _varints(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return np.add.reduceat(septets, first) if last.size else np.empty(0, dtype=np.int64)
 
 
-def pack_state(state: EncodedState, owner: bytes) -> bytes:
+def pack_state(encoded: EncodedState, owner: bytes) -> bytes:
     """An encoded state, for the subject whose hash is `owner`."""
-    vectors = np.concatenate([state.mean, state.precision]).astype("<f4")
-    return _STATE_HEADER.pack(SCHEMA, owner, state.count, state.epoch) + vectors.tobytes()
+    state, cache = encoded.state, encoded.state.cache
+    shape = (0, 0, 0, 0) if cache is None else cache.key.shape
+    header = _STATE_HEADER.pack(STATE_SCHEMA, owner, encoded.count, encoded.epoch, len(state.mean), *shape)
+    head = [header, _float_bytes(state.mean), _float_bytes(state.precision)]
+    if cache is None:
+        return b"".join(head)
+    floats = (_float_bytes(part) for part in (cache.log_precision, cache.key, cache.value))
+    return b"".join([*head, cache.timestamps.astype("<f8").tobytes(), *floats])
 
 
 def unpack_state(value: bytes | None, owner: bytes) -> EncodedState | None:
-    """An encoded state; None when there is none, it is not the owner's or of another layout."""
-    if value is None or len(value) < _STATE_HEADER.size or value[0] != SCHEMA or value[1:9] != owner:
+    """An encoded state; without its cache when `value` ends before it.
+
+    None when there is none, it is not the owner's, of another layout, or not as long as it says.
+    """
+    if value is None or len(value) < _STATE_HEADER.size or value[0] != STATE_SCHEMA or value[1:9] != owner:
         return None
-    _, _, count, epoch = _STATE_HEADER.unpack_from(value)
-    mean, precision = np.frombuffer(value, "<f4", offset=_STATE_HEADER.size).reshape(2, -1).astype(np.float32)
-    return EncodedState(count=count, epoch=epoch, mean=mean, precision=precision)
+    _, _, count, epoch, width, num_layers, num_heads, num_positions, head_width = _STATE_HEADER.unpack_from(value)
+    head_end = _STATE_HEADER.size + 8 * width
+    times_end = head_end + 8 * num_positions
+    per_layer, per_head = (num_layers, num_positions), (num_layers, num_heads, num_positions, head_width)
+    num_floats = math.prod(per_layer) + 2 * math.prod(per_head)
+    if len(value) not in (head_end, times_end + 4 * num_floats):
+        return None
+    mean, precision = _floats(value[_STATE_HEADER.size : head_end]).reshape(2, -1)
+    cache = None
+    if len(value) > head_end:
+        timestamps = np.frombuffer(value[head_end:times_end], "<f8").astype(np.float64)
+        sizes = math.prod(per_layer), math.prod(per_head)
+        log_precision, keys, values = np.split(_floats(value[times_end:]), np.cumsum(sizes))
+        cache = Cache(keys.reshape(per_head), values.reshape(per_head), log_precision.reshape(per_layer), timestamps)
+    return EncodedState(count, epoch, State(mean, precision, cache))
+
+
+def _float_bytes(values: Floats) -> bytes:
+    return values.astype("<f4").tobytes()
+
+
+def _floats(data: bytes) -> Floats:
+    return np.frombuffer(data, "<f4").astype(np.float32)

@@ -90,16 +90,14 @@ class RedisStore:
         keys = scripts.SubjectKeys.of(subject)
         owner = subject_hash(subject)
         value, seen, state_value = await self._send(
-            self._client.execute_command("MGET", keys.record, keys.seen, keys.state(model_version))
+            self._run(scripts.LOAD, [keys.record, keys.seen, keys.state(model_version)], [])
         )
         if not is_record_of(value, owner):
-            return Loaded(record=None, state=None)
+            return Loaded(record=None, encoded=None)
         if lineage_of_record(value) != lineage_hash(self._lineage):
             raise CatalogMismatch(self._lineage)
         record = unpack_record(value, unpack_seen(seen, owner), self._lineage)
-        state = unpack_state(state_value, owner)
-        is_valid = state is not None and state.epoch == record.epoch and state.count <= record.count
-        return Loaded(record=record, state=state if is_valid else None)
+        return Loaded(record=record, encoded=unpack_state(state_value, owner))
 
     async def append(self, subject: Subject, events: Sequence[Event]) -> list[AppendStatus]:
         """As in `Store`."""
@@ -148,7 +146,7 @@ class RedisStore:
             raise StateUnavailable(unreadable_layout(details[0]))
         return [_STATUSES[digit] for digit in details[0].decode()]
 
-    async def save_state(self, subject: Subject, model_version: str, state: EncodedState) -> bool:
+    async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
         """As in `Store`."""
         if self._clock() - self._registered_ms.get(model_version, 0) >= REGISTRATION_MS:
             await self.register_model(model_version)
@@ -159,7 +157,7 @@ class RedisStore:
             self._run(
                 scripts.SAVE_STATE,
                 [keys.record, keys.state(model_version)],
-                [owner, state.count, state.epoch, pack_state(state, owner), ttl_s],
+                [owner, encoded.count, encoded.epoch, pack_state(encoded, owner), ttl_s],
             )
         )
         return bool(written)

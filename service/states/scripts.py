@@ -317,8 +317,31 @@ end
 return {'ok', table.concat(statuses)}
 """)
 
+LOAD = Script("""
+-- Read one subject; of its encoded state no more than is needed.
+-- KEYS  1 record  2 seen set  3 encoded state
+-- Returns {record, seen set, state}, nil for what is not there. A state of fewer events than the record comes whole.
+--         Of one of as many only the head comes, up to its precision: nothing has to be folded into its cache.
+--         One of another epoch or of more events is no use and stays.
+local STATE_SCHEMA, HEADER = 2, 25
+local record, seen = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])
+local header = redis.call('GETRANGE', KEYS[3], 0, HEADER - 1)
+if not record or #record < 25 or #header < HEADER or string.byte(header) ~= STATE_SCHEMA then
+  return {record, seen, false}
+end
+local count, epoch = struct.unpack('<I4I4', record, 18)
+local state_count, state_epoch, width = struct.unpack('<I4I4I2', header, 10)
+local state = false
+if state_epoch == epoch and state_count == count then
+  state = redis.call('GETRANGE', KEYS[3], 0, HEADER + 8 * width - 1)
+elseif state_epoch == epoch and state_count < count then
+  state = redis.call('GET', KEYS[3])
+end
+return {record, seen, state}
+""")
+
 SAVE_STATE = Script("""
--- Cache an encoded state if it still belongs to the subject's history.
+-- Keep an encoded state if it still belongs to the subject's history.
 -- KEYS  1 record  2 state
 -- ARGV  1 subject hash, 8 bytes  2 count of the state  3 epoch of the state  4 packed state  5 life time, s
 -- Returns 1 when written; 0 when the record is gone, has another epoch, or has fewer events.

@@ -1,5 +1,7 @@
-"""A tiny bundle, exported as training exports them: random weights, known confidences."""
+"""Tiny bundles, exported as training exports them: random weights, known confidences."""
 
+import fcntl
+import os
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from model import registry
+from model.backbone import Backbone
+from model.build import build_model
 from model.bundle import (
     FEATURES,
-    FILES,
     Calibration,
     CalibrationReport,
     Event,
@@ -25,11 +28,10 @@ from model.bundle import (
 from model.config import ModelConfig
 from model.onnx.export import ExportedGraphs, export_graphs
 from model.registry import resolve
-from model.sasrec import SASRec
 
 MAX_LEN = 8
 NUM_ITEMS = 800
-CONFIG = ModelConfig(max_len=MAX_LEN, width=16, num_layers=1, num_heads=2, ffn_width=32, dropout=0.0)
+CONFIG = ModelConfig(max_len=MAX_LEN, width=16, num_layers=2, num_heads=2, ffn_width=32, dropout=0.0)
 COUNTS = torch.arange(NUM_ITEMS, 0, -1)
 REPORT = CalibrationReport(
     ece_at_10=0.004,
@@ -60,10 +62,10 @@ def identity_calibration(event: Event, variance_scale: float = 0.7) -> Calibrati
     )
 
 
-def tiny_model() -> SASRec:
-    """The model that the tiny bundle was exported from."""
+def tiny_model(backbone: str = "sasrec") -> Backbone:
+    """The model that a tiny bundle was exported from."""
     torch.manual_seed(0)
-    model = SASRec(CONFIG, COUNTS)
+    model = build_model(ModelConfig.model_validate(CONFIG.model_dump() | {"backbone": backbone}), COUNTS)
     with torch.no_grad():
         # Untrained embeddings are so small that every list would be the same.
         model.item_embedding.weight.mul_(25)
@@ -72,8 +74,24 @@ def tiny_model() -> SASRec:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A registry with the tiny bundle published."""
-    model = tiny_model()
+    """A registry with the tiny bundle of SASRec published."""
+    return tiny_registry("sasrec", tmp_path_factory)
+
+
+def tiny_registry(backbone: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A registry with a backbone's tiny bundle published; made once for all the processes of a test run."""
+    # Each of pytest-xdist's workers has a folder of its own below the run's.
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"tiny-{backbone}"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "registry.json").exists():
+            publish(tiny_model(backbone), folder)
+    return folder
+
+
+def publish(model: Backbone, folder: Path) -> None:
+    """Export a model into a registry."""
     exported: list[ExportedGraphs] = []
 
     def fill(staging: Path) -> None:
@@ -88,7 +106,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "name": "tiny",
         "lineage": "tiny-catalogue",
         "created_at": datetime.now(UTC),
-        "model": CONFIG,
+        "model": model.config,
         "num_items": NUM_ITEMS,
         "event": "next_new_item",
         "data": {},
@@ -96,9 +114,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "training": {},
         "versions": {},
     }
-    folder = tmp_path_factory.mktemp("registry")
     registry.publish(folder, write_bundle(folder, manifest, fill).name)
-    return folder
 
 
 def variant(tiny: Path, folder: Path, change: Callable[[Path], None], **fields: Any) -> Path:
@@ -113,7 +129,7 @@ def variant(tiny: Path, folder: Path, change: Callable[[Path], None], **fields: 
     origin = open_bundle(resolve(tiny))
 
     def fill(staging: Path) -> None:
-        for name in FILES:
+        for name in origin.manifest.files:
             shutil.copy(origin.folder / name, staging / name)
         change(staging)
 

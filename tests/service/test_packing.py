@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 from hashlib import blake2b
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.filtered import Cache, State
 from service.states.interface import EncodedState, Event, StateUnavailable, StoreLimits, Subject
 from service.states.packing import (
     bfloat16_bits,
@@ -153,29 +155,117 @@ def test_seen_set_reads_any_numbers(numbers: set[int], cut: int):
 # ---- encoded states --------------------------------------------------------------------------------------
 
 
-def test_state_is_counts_then_mean_then_precision():
-    state = EncodedState(3, 5, np.array([1.0, -2.0], np.float32), np.array([0.5, 4.0], np.float32))
+MEAN, PRECISION = np.array([1.0, -2.0], np.float32), np.array([0.5, 4.0], np.float32)
 
-    packed = pack_state(state, OWNER)
 
-    assert packed == b"\x01" + OWNER + struct.pack("<II4f", 3, 5, 1.0, -2.0, 0.5, 4.0)
-    unpacked = unpack_state(packed, OWNER)
-    assert unpacked is not None
-    assert (unpacked.count, unpacked.epoch) == (3, 5)
-    assert (unpacked.mean.tolist(), unpacked.precision.tolist()) == ([1.0, -2.0], [0.5, 4.0])
+def small_cache() -> Cache:
+    """Two layers, one head of width 2, three positions."""
+    return Cache(
+        key=np.arange(12, dtype=np.float32).reshape(2, 1, 3, 2),
+        value=np.arange(100, 112, dtype=np.float32).reshape(2, 1, 3, 2),
+        log_precision=np.array([[0.5, 1.5, 2.5], [-0.5, -1.5, np.inf]], np.float32),
+        timestamps=np.array([np.nan, 1.7e9, 1.7e9 + 0.125]),
+    )
+
+
+def assert_states_equal(found: EncodedState | None, expected: EncodedState) -> None:
+    assert found is not None
+    assert (found.count, found.epoch) == (expected.count, expected.epoch)
+    for left, right in zip(arrays_of(found.state), arrays_of(expected.state), strict=True):
+        np.testing.assert_array_equal(left, right)
+        assert left.dtype == right.dtype
+
+
+def arrays_of(state: State) -> list[np.ndarray]:
+    cache = state.cache
+    held = [] if cache is None else [cache.key, cache.value, cache.log_precision, cache.timestamps]
+    return [state.mean, state.precision, *held]
+
+
+def test_state_without_a_cache_is_header_then_mean_then_precision():
+    packed = pack_state(EncodedState(3, 5, State(MEAN, PRECISION)), OWNER)
+
+    assert packed == b"\x02" + OWNER + struct.pack("<IIHBBHH4f", 3, 5, 2, 0, 0, 0, 0, 1.0, -2.0, 0.5, 4.0)
+    assert_states_equal(unpack_state(packed, OWNER), EncodedState(3, 5, State(MEAN, PRECISION)))
+
+
+def test_cache_lies_behind_the_precision_as_times_log_precisions_keys_values():
+    packed = pack_state(EncodedState(3, 5, State(MEAN, PRECISION, small_cache())), OWNER)
+
+    head = b"\x02" + OWNER + struct.pack("<IIHBBHH4f", 3, 5, 2, 2, 1, 3, 2, 1.0, -2.0, 0.5, 4.0)
+    times = struct.pack("<3d", math.nan, 1.7e9, 1.7e9 + 0.125)
+    log_precisions = struct.pack("<6f", 0.5, 1.5, 2.5, -0.5, -1.5, math.inf)
+    assert packed == head + times + log_precisions + struct.pack("<24f", *range(12), *range(100, 112))
+
+
+def test_state_of_fifty_events_takes_52_kilobytes():
+    keys = np.zeros((2, 2, 51, 32), np.float32)
+    cache = Cache(keys, keys, np.zeros((2, 51), np.float32), np.zeros(51))
+    vector = np.ones(64, np.float32)
+
+    assert len(pack_state(EncodedState(50, 1, State(vector, vector, cache)), OWNER)) == 25 + 512 + 51 * (8 + 8 + 1024)
+
+
+floats = st.floats(width=32)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> State:
+    def array(*shape: int) -> np.ndarray:
+        size = math.prod(shape)
+        return np.array(draw(st.lists(floats, min_size=size, max_size=size)), np.float32).reshape(shape)
+
+    width, num_layers, num_heads, num_positions, head_width = (draw(st.integers(1, 3)) for _ in range(5))
+    mean, precision = array(width), array(width)
+    if draw(st.booleans()):
+        return State(mean, precision)
+    per_head = (num_layers, num_heads, num_positions, head_width)
+    times = draw(st.lists(st.floats(), min_size=num_positions, max_size=num_positions))
+    return State(
+        mean, precision, Cache(array(*per_head), array(*per_head), array(num_layers, num_positions), np.array(times))
+    )
+
+
+@given(states(), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_any_state_comes_back_as_it_was_packed(state: State, count: int, epoch: int):
+    encoded = EncodedState(count, epoch, state)
+
+    assert_states_equal(unpack_state(pack_state(encoded, OWNER), OWNER), encoded)
+
+
+@given(states())
+def test_state_cut_behind_its_precision_comes_back_without_its_cache_and_cut_elsewhere_not_at_all(state: State):
+    packed = pack_state(EncodedState(3, 5, state), OWNER)
+    head_end = 25 + 8 * len(state.mean)
+
+    assert_states_equal(unpack_state(packed[:head_end], OWNER), EncodedState(3, 5, State(state.mean, state.precision)))
+    for end in range(len(packed)):
+        if end != head_end:
+            assert unpack_state(packed[:end], OWNER) is None
+    assert unpack_state(packed + b"\0", OWNER) is None
 
 
 def test_state_of_another_subject_or_layout_is_not_taken():
-    packed = pack_state(EncodedState(3, 5, np.ones(2, np.float32), np.ones(2, np.float32)), OWNER)
+    packed = pack_state(EncodedState(3, 5, State(MEAN, PRECISION, small_cache())), OWNER)
 
     assert unpack_state(packed, LINEAGE) is None
-    assert unpack_state(b"\x02" + packed[1:], OWNER) is None
+    assert unpack_state(b"\x01" + packed[1:], OWNER) is None
+    assert unpack_state(b"\x03" + packed[1:], OWNER) is None
     assert unpack_state(None, OWNER) is None
 
 
 def test_state_needs_a_precision_for_each_mean():
     with pytest.raises(ValueError, match=r"mean has shape \(2,\), precision \(3,\)"):
-        EncodedState(1, 1, np.ones(2, np.float32), np.ones(3, np.float32))
+        State(np.ones(2, np.float32), np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("part", ["key", "value", "log_precision", "timestamps"])
+def test_cache_needs_one_shape_for_all_its_parts(part: str):
+    whole = small_cache()
+    cut = getattr(whole, part)[..., :1]
+
+    with pytest.raises(ValueError, match=r"accepted: \(Y,H,S,C\) twice"):
+        replace(whole, **{part: cut})
 
 
 # ---- what a value may be ---------------------------------------------------------------------------------

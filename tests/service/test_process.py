@@ -262,16 +262,17 @@ def test_a_taken_port_stops_the_start(tiny: Path) -> None:
 
 def test_a_damaged_file_stops_the_start_and_is_named(tiny: Path, tmp_path: Path) -> None:
     bundle = variant(tiny, tmp_path, lambda staging: None)
-    with (bundle / "ranker.weights").open("r+b") as file:
+    with (bundle / "model.safetensors").open("r+b") as file:
         file.write(b"\1\2\3\4")
 
-    assert_cannot_start(run_here("check", "--bundle", bundle), str(bundle), "ranker.weights")
+    assert_cannot_start(run_here("check", "--bundle", bundle), str(bundle), "model.safetensors")
 
 
-def test_a_graph_that_is_no_graph_stops_the_start_and_is_named(tiny: Path, tmp_path: Path) -> None:
-    bundle = variant(tiny, tmp_path, lambda staging: (staging / "encoder.onnx").write_bytes(b"no graph"))
+@pytest.mark.parametrize("graph", ["encoder", "step", "ranker"])
+def test_a_graph_that_is_no_graph_stops_the_start_and_is_named(tiny: Path, tmp_path: Path, graph: str) -> None:
+    bundle = variant(tiny, tmp_path, lambda staging: (staging / f"{graph}.onnx").write_bytes(b"no graph"))
 
-    assert_cannot_start(run_here("check", "--bundle", bundle), str(bundle), "encoder.onnx")
+    assert_cannot_start(run_here("check", "--bundle", bundle), str(bundle), f"{graph}.onnx")
 
 
 def test_no_bundle_and_a_folder_without_one_are_told_apart(tmp_path: Path) -> None:
@@ -302,7 +303,8 @@ def test_check_reports_error_ops_and_provider_as_json(tiny: Path) -> None:
     assert 0 <= report["max_error"] <= report["tolerance"] == 1e-5
     assert report["provider"] == "CPUExecutionProvider"
     assert report["custom_ops"] == {graph: list(ops) for graph, ops in manifest.custom_ops.items()}
-    assert {"KrigingAttention", "KalmanUpdate"} <= set(report["custom_ops"]["encoder"])
+    for graph in ("encoder", "step"):
+        assert {"KrigingAttention", "KalmanUpdate"} <= set(report["custom_ops"][graph])
 
 
 def test_check_exits_1_when_the_error_exceeds_the_tolerance(tiny: Path, tmp_path: Path) -> None:

