@@ -80,7 +80,8 @@ LABEL org.opencontainers.image.title="bft-serve" \
 COPY --from=install-serve /opt/bft /opt/bft
 RUN install --directory --owner=10001 --group=10001 /var/lib/bft
 # Inside a container the listeners must be reached from outside it; which of them to publish is the
-# deployment's choice: 8080 is the API, 9090 is for probes and metrics.
+# deployment's choice: 8080 is the API, 9090 is for probes and metrics. The admin API (9091) stays on the
+# container's loopback address; BFT_ADMIN_HOST=0.0.0.0 opens it, and needs BFT_ADMIN_KEY.
 ENV PATH=/opt/bft/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
@@ -91,7 +92,7 @@ ENV PATH=/opt/bft/bin:$PATH \
     BFT_OPS_PORT=9090
 USER 10001:10001
 WORKDIR /var/lib/bft
-EXPOSE 8080 9090
+EXPOSE 8080 9090 9091
 STOPSIGNAL SIGTERM
 # http.client, because urllib would send this through a proxy named in the environment.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s --retries=3 \

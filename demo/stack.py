@@ -32,7 +32,7 @@ def running_service(port: int, ops_port: int, log: Path) -> Iterator[str]:
         command = [
             Path(sys.executable).with_name("bft-serve"), "run",
             "--bundle", REGISTRY, "--redis-url", valkey.connection_url, "--drain-grace-s", "0",
-            "--port", port, "--ops-port", ops_port,
+            "--port", port, "--ops-port", ops_port, "--admin-port", 0,
         ]  # fmt: skip
         service = subprocess.Popen([*map(str, command)], stdout=output, stderr=subprocess.STDOUT)
         stack.callback(_stop, service)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from service.context import RequestContext
+from service.context import RequestContext, Stage, infer_stage
 from service.errors import ClientLeft, DeadlinePassed, EngineStopped, InferenceFailed, Overloaded
 from service.telemetry import Metrics
 
@@ -50,6 +50,8 @@ class _Waiting:
     request: RequestContext
     answer: asyncio.Future[Any]
     since: float
+    stage: Stage = "queue"
+    """Where it is: waiting, or in a graph."""
 
 
 class Batcher:
@@ -87,6 +89,8 @@ class Batcher:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._thread.shutdown(wait=True)
+        # The engine behind it holds this batcher: without the circle its memory is free as soon as it is let go.
+        del self._run
 
     @property
     def alive(self) -> bool:
@@ -113,18 +117,24 @@ class Batcher:
             InferenceFailed: its batch failed.
             EngineStopped: nobody works any more.
         """
-        if not self.alive:
-            raise EngineStopped(_STOPPED)
-        self._admit(length, request)
         entry = _Waiting(graph, row, length, request, asyncio.get_running_loop().create_future(), time.monotonic())
-        self._enqueue(entry)
         try:
+            if not self.alive:
+                raise EngineStopped(_STOPPED)
+            self._admit(length, request)
+            self._enqueue(entry)
             async with asyncio.timeout(max(0.0, request.remaining_s())):
                 return await entry.answer
         except TimeoutError as error:
+            request.failed_in(entry.stage)
             raise DeadlinePassed("the deadline passed while the request waited for inference") from error
+        except BaseException:
+            request.failed_in(entry.stage)
+            raise
 
     def _admit(self, length: int, request: RequestContext) -> None:
+        # What came before, such as a slow state store, counts towards the deadline too.
+        request.check_deadline()
         wait_s = self.estimated_wait_s()
         # An empty queue takes a row of any length, so that a long row is not refused for ever.
         is_full = self._queued_cells > 0 and self._queued_cells + length > self._limits.max_queue_cells
@@ -147,8 +157,9 @@ class Batcher:
     def _count(self, entry: _Waiting, sign: int) -> None:
         self._queued_cells += sign * entry.length
         self._queued_rows[entry.graph] += sign
-        self._metrics.queue_cells.set(self._queued_cells)
-        self._metrics.queue_rows.set(len(self._queue))
+        # Several models may be loaded, each with its queue: the gauges are sums.
+        self._metrics.queue_cells.inc(sign * entry.length)
+        self._metrics.queue_rows.inc(sign)
 
     def _take(self) -> list[_Waiting]:
         """The next batch: the oldest row that somebody still waits for, and what may go with it."""
@@ -191,6 +202,9 @@ class Batcher:
         graph, start = batch[0].graph, time.monotonic()
         self._busy_until = start + len(batch) * self._seconds_per_row.get(graph, 0.0)
         rows = [entry.row for entry in batch]
+        stage = infer_stage(graph)
+        for entry in batch:
+            entry.stage = stage
         try:
             results = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, graph, rows)
         except Exception:
@@ -204,7 +218,7 @@ class Batcher:
         self._note(graph, len(batch), seconds)
         for entry, result in zip(batch, results, strict=True):
             entry.request.add_time("queue", start - entry.since)
-            entry.request.add_time("infer", seconds)
+            entry.request.add_time(stage, seconds)
             if not entry.answer.done():
                 entry.answer.set_result(result)
 

@@ -10,10 +10,12 @@ from service.states.interface import (
     EncodedState,
     Event,
     Loaded,
+    SlateRef,
     StateError,
     StateUnavailable,
     Store,
     Subject,
+    UserRecord,
 )
 from service.telemetry import Metrics
 
@@ -114,6 +116,38 @@ class GuardedStore:
         """As in `Store`."""
         return await self._breaker.call("save_state", lambda: self._store.save_state(subject, model_version, encoded))
 
+    async def absorb(
+        self, user_id: str, session_id: str, events: Sequence[Event], seen: Sequence[int]
+    ) -> list[AppendStatus]:
+        """As in `Store`."""
+        return await self._breaker.call("absorb", lambda: self._store.absorb(user_id, session_id, events, seen))
+
+    async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
+        """As in `Store`."""
+        return await self._breaker.call("close_session", lambda: self._store.close_session(session_id, read))
+
+    async def save_slate(
+        self, recommendation_id: str, subject: Subject | None, made_ms: int, asked: bytes, page: bytes
+    ) -> bool:
+        """As in `Store`."""
+        return await self._breaker.call(
+            "save_slate", lambda: self._store.save_slate(recommendation_id, subject, made_ms, asked, page)
+        )
+
+    async def load_slate(self, recommendation_id: str) -> list[bytes] | None:
+        """As in `Store`."""
+        return await self._breaker.call("load_slate", lambda: self._store.load_slate(recommendation_id))
+
+    async def append_page(self, recommendation_id: str, num_pages: int, page: bytes) -> bool:
+        """As in `Store`."""
+        return await self._breaker.call(
+            "append_page", lambda: self._store.append_page(recommendation_id, num_pages, page)
+        )
+
+    async def slates(self, subject: Subject) -> list[SlateRef]:
+        """As in `Store`."""
+        return await self._breaker.call("slates", lambda: self._store.slates(subject))
+
     async def erase(self, user_id: str) -> bool:
         """As in `Store`."""
         return await self._breaker.call("erase", lambda: self._store.erase(user_id))
@@ -129,6 +163,10 @@ class GuardedStore:
     async def register_model(self, model_version: str) -> None:
         """As in `Store`."""
         await self._breaker.call("register_model", lambda: self._store.register_model(model_version))
+
+    def keep_at_least(self, max_len: int) -> None:
+        """As in `Store`; asks no server."""
+        self._store.keep_at_least(max_len)
 
     async def outbox_fill(self) -> float:
         """As in `Store`."""

@@ -16,6 +16,7 @@ from model.registry import resolve
 from service.engine import Engine
 from service.errors import StartError
 from service.listeners import serve
+from service.security import new_key, toml_entry
 from service.settings import Settings, load_settings
 from service.telemetry import Metrics, configure_logging
 
@@ -45,6 +46,13 @@ def run(
     port: Annotated[int | None, typer.Option(help="Of the public API; 0: any free one. [env: BFT_PORT]")] = None,
     ops_host: Annotated[str | None, typer.Option(help="Of /livez, /readyz, /metrics. [env: BFT_OPS_HOST]")] = None,
     ops_port: Annotated[int | None, typer.Option(help="Of /livez, /readyz, /metrics. [env: BFT_OPS_PORT]")] = None,
+    admin_host: Annotated[
+        str | None, typer.Option(help="Of /v1/models; off loopback only with BFT_ADMIN_KEY. [env: BFT_ADMIN_HOST]")
+    ] = None,
+    admin_port: Annotated[int | None, typer.Option(help="Of /v1/models. [env: BFT_ADMIN_PORT]")] = None,
+    registry_poll_s: Annotated[
+        float | None, typer.Option(help="How often to look for a new bundle; 0: never. [env: BFT_REGISTRY_POLL_S]")
+    ] = None,
     redis_url: Annotated[
         str | None,
         typer.Option(help="redis://…; without it users live in memory. Shown by ps: prefer [env: BFT_REDIS_URL]"),
@@ -64,6 +72,9 @@ def run(
             port=port,
             ops_host=ops_host,
             ops_port=ops_port,
+            admin_host=admin_host,
+            admin_port=admin_port,
+            registry_poll_s=registry_poll_s,
             redis_url=redis_url,
             provider=provider,
             threads=threads,
@@ -93,6 +104,20 @@ def check(
             typer.echo(f"{name}: {value}")
     if not report["ok"]:
         raise typer.Exit(EXIT_DIFFERS)
+
+
+@cli.command(name="new-key")
+def make_key(
+    name: Annotated[str, typer.Argument(help="Who gets the key; appears in logs.")],
+    requests_per_second: Annotated[int | None, typer.Option(min=1, help="Its quota.")] = None,
+    burst: Annotated[int | None, typer.Option(min=1, help="How many at once after a pause.")] = None,
+) -> None:
+    """Make an API key: print it once, on standard error, and its entry of the keys file on standard output."""
+    with _errors_as_text():
+        key = new_key()
+        entry = toml_entry(name, key, requests_per_second, burst)
+    typer.echo(f"The key, which is kept nowhere: {key}", err=True)
+    typer.echo(entry)
 
 
 def check_bundle(settings: Settings) -> dict[str, Any]:

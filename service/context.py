@@ -4,8 +4,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal, cast, get_args
 
 from service.errors import DeadlinePassed
+
+Stage = Literal["limit", "state", "queue", "infer_encoder", "infer_step", "infer_ranker", "rank"]
+"""Where a request spends its time: its key's quota, the state store, the queue, a graph, making the list."""
+
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+def infer_stage(graph: str) -> Stage:
+    """The stage of a bundle's graph, also where it runs on a caller's own inputs, as `raw:<graph>`."""
+    return cast("Stage", f"infer_{graph.removeprefix('raw:')}")
 
 
 @dataclass(slots=True)
@@ -22,8 +33,18 @@ class RequestContext:
     client_left: bool = False
     subject: str | None = None
     """Keyed hash of the user's or session's id; the only form in which an id reaches a log."""
-    timings_s: dict[str, float] = field(default_factory=dict)
-    """Stage → seconds, for Server-Timing: state, queue, infer, rank."""
+    key_name: str | None = None
+    """Of the caller's API key."""
+    model_version: str | None = None
+    """Of the model that answered."""
+    traceparent: str | None = None
+    """Of the caller's span, as W3C Trace Context has it; None when there is none, or it is not valid."""
+    timings_s: dict[Stage, float] = field(default_factory=dict)
+    """Stage → seconds."""
+    failed_stage: Stage | None = None
+    """Where the first error came up."""
+    problem: str | None = None
+    """The type of the problem that was answered."""
 
     def remaining_s(self) -> float:
         """Seconds until the deadline; negative after it."""
@@ -35,17 +56,34 @@ class RequestContext:
             raise DeadlinePassed("the request's deadline passed while it was worked on")
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the time of the block to a stage."""
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Add the time of the block to a stage; an error that leaves the block belongs to it."""
         start = time.monotonic()
         try:
             yield
+        except BaseException:  # a cancelled wait too: the deadline passed here
+            self.failed_in(stage)
+            raise
         finally:
             self.add_time(stage, time.monotonic() - start)
 
-    def add_time(self, stage: str, seconds: float) -> None:
+    def add_time(self, stage: Stage, seconds: float) -> None:
         """Add to a stage's time."""
         self.timings_s[stage] = self.timings_s.get(stage, 0.0) + seconds
+
+    def failed_in(self, stage: Stage) -> None:
+        """Note the stage of an error; the first one stays."""
+        if self.failed_stage is None:
+            self.failed_stage = stage
+
+    def server_timing(self, total_s: float) -> str:
+        """The header Server-Timing, in milliseconds: limit, state, queue, infer, rank as far as met, and total."""
+        shown: dict[str, float] = {}
+        for stage, seconds in self.timings_s.items():
+            name = "infer" if stage.startswith("infer_") else stage
+            shown[name] = shown.get(name, 0.0) + seconds
+        shown["total"] = total_s
+        return ", ".join(f"{name};dur={seconds * 1000:.2f}" for name, seconds in shown.items())
 
 
 def unhurried(request_id: str, seconds: float) -> RequestContext:

@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,16 @@ from service.telemetry import Metrics
 
 logger = logging.getLogger(__name__)
 
+OpExecution = Literal["function_body", "native_kernel"]
+"""What runs a custom op: its body of standard operators in the graph's file, or a kernel of a library."""
+
+_RAW = "raw:"
+"""Before a graph's name in the batcher: rows are whole inputs of the graph, each run by itself."""
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
+
+_DTYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(double)": np.float64}
+"""ONNX Runtime's names of the types that a bundle's graphs read and write."""
 
 Numbers = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -88,6 +96,16 @@ class Ranking:
     """Mean over dimensions of the state's precision."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input or output of a graph."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int | str, ...]
+    """A name: any size, the same wherever the graph has that name."""
+
+
 class Engine:
     """The graphs of a bundle behind a batcher.
 
@@ -137,8 +155,13 @@ class Engine:
         self._batcher.start()
 
     async def close(self) -> None:
-        """Stop; whoever still waits gets EngineStopped."""
+        """Stop, and let go of the graphs; whoever still waits gets EngineStopped."""
         await self._batcher.close()
+        self._sessions.clear()
+
+    def discard(self) -> None:
+        """Let go of the graphs of an engine that was not started."""
+        self._sessions.clear()
 
     @property
     def alive(self) -> bool:
@@ -170,8 +193,39 @@ class Engine:
             raise InferenceFailed("the ranker returned scores that are no numbers")
         return ranking
 
+    async def infer(self, graph: str, feeds: Arrays, cells: int, request: RequestContext) -> Arrays:
+        """A graph's outputs for inputs that a caller made; alone, never in a batch with another's.
+
+        Args:
+            graph: one of the bundle's.
+            feeds: every input, of the right type and shape.
+            cells: what it is counted with in the queue and in a batch.
+            request: as everywhere.
+
+        Raises:
+            InferenceFailed: the graph does not run on these inputs.
+            ServiceError: what else `Batcher.submit` raises.
+        """
+        outputs: Arrays | InferenceFailed = await self._batcher.submit(_RAW + graph, feeds, cells, request)
+        if isinstance(outputs, InferenceFailed):
+            raise outputs
+        return outputs
+
+    def signature(self, graph: str) -> tuple[list[Tensor], list[Tensor]]:
+        """A graph's inputs and outputs."""
+        session = self._sessions[graph]
+        return [_tensor(node) for node in session.get_inputs()], [_tensor(node) for node in session.get_outputs()]
+
+    @property
+    def custom_ops(self) -> dict[str, dict[str, OpExecution]]:
+        """Graph → op of the domain `bft` → what runs it here."""
+        # No library of kernels is registered with these sessions, so ONNX Runtime inlines every op's body.
+        return {graph: dict.fromkeys(ops, "function_body") for graph, ops in self._bundle.manifest.custom_ops.items()}
+
     def run_rows(self, graph: str, rows: Sequence[Any]) -> Sequence[Any]:
         """One batch, here and now, in the calling thread."""
+        if graph.startswith(_RAW):
+            return [self._run_raw(graph.removeprefix(_RAW), feeds) for feeds in rows]
         if graph == ENCODER:
             return _split_states(self.run(graph, encoder_inputs(rows, self.max_positions)), rows)
         if graph == STEP:
@@ -179,6 +233,14 @@ class Engine:
         feeds = ranker_inputs(rows, self._bundle.manifest.num_items)
         feeds |= {"temperature": self._temperature, "variance_scale": self._variance_scale}
         return _split_rankings(self.run(graph, feeds), rows, self._bundle.calibration.temperature)
+
+    def _run_raw(self, graph: str, feeds: Arrays) -> Arrays | InferenceFailed:
+        try:
+            return self.run(graph, feeds)
+        except Exception as error:
+            # Returned, not raised: the others of the batch have nothing to do with it.
+            logger.warning("a graph failed on a caller's inputs", extra={"graph": graph, "error": str(error)})
+            return InferenceFailed(f"the {graph} does not run on these inputs")
 
     def run(self, graph: str, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
         """A graph's outputs by name."""
@@ -381,6 +443,10 @@ def _ranking(outputs: Arrays, index: int, size: int, temperature: float) -> Rank
         entropy=float(outputs["entropy"][index]),
         mean_precision=float(outputs["mean_precision"][index]),
     )
+
+
+def _tensor(node: Any) -> Tensor:
+    return Tensor(node.name, np.dtype(_DTYPES[node.type]), tuple(node.shape))
 
 
 def _load(bundle: Bundle, graph: str, provider: str, threads: int) -> ort.InferenceSession:

@@ -3,9 +3,20 @@
     ServiceError                 base: status, type, title; raised deep, written once, here
     ├── InvalidRequest    422    the caller: a field's value; names the fields
     ├── MalformedRequest  400    the caller: no HTTP
+    ├── Unauthorized      401    the caller: no API key, or one that is not known
+    ├── RateLimited       429    the caller: its own quota
     ├── BodyTooLarge      413    the caller
     ├── BodyTooSlow       408    the caller
     ├── UserNotFound      404    the caller
+    ├── RecommendationNotFound  404  the caller: its slate expired, or was never kept
+    ├── ItemNotFound      404    the caller: an id outside the catalogue
+    ├── SessionBusy       503    the world: a session changes faster than it can be merged
+    ├── ModelNotFound     404    the caller: no such graph, or no such version loaded
+    ├── ChangeUnderWay    409    the caller: models change one at a time
+    ├── NoRegistry        409    the caller: the service serves one bundle and knows no others
+    ├── PreconditionFailed    412  the caller: the models changed since it looked
+    ├── PreconditionRequired  428  the caller: no If-Match
+    ├── BundleRefused     422    the operator: a bundle is damaged or does not fit; the old model answers
     ├── BeforeErasure     409    the caller: an event older than the user's erasure
     ├── ClientLeft        499    the caller went away; only the log sees it
     ├── DeadlinePassed    504    the world: the caller's own deadline
@@ -152,6 +163,24 @@ class MalformedRequest(ServiceError):
     action = "Send HTTP/1.1 with a method that it knows."
 
 
+class Unauthorized(ServiceError):
+    """There is no API key, or not one that this service knows."""
+
+    status = 401
+    type = "unauthorized"
+    title = "An API key is needed"
+    action = "Send a valid key as `Authorization: Bearer <key>`; the operator gives keys out."
+
+
+class RateLimited(ServiceError):
+    """The caller's own quota is used up."""
+
+    status = 429
+    type = "rate-limited"
+    title = "The quota of this API key is used up"
+    action = "Wait as long as Retry-After says, and send fewer requests; the operator sets the quota."
+
+
 class BodyTooLarge(ServiceError):
     """The body exceeds `max_body_bytes`."""
 
@@ -177,6 +206,87 @@ class UserNotFound(ServiceError):
     type = "user-not-found"
     title = "Nothing is stored of this user"
     action = "Check the id; in a path it must be percent-encoded. A user exists after a first event."
+
+
+class ModelNotFound(ServiceError):
+    """No such graph, or it is of a version that is not loaded."""
+
+    status = 404
+    type = "model-not-found"
+    title = "No such model is loaded"
+    action = "Use a name and a version that the model's metadata give."
+
+
+class ChangeUnderWay(ServiceError):
+    """Models are being loaded already."""
+
+    status = 409
+    type = "change-under-way"
+    title = "Models are being changed"
+    action = "Wait until GET /v1/models says that nothing is loading, and look at what is active then."
+
+
+class NoRegistry(ServiceError):
+    """The service was started with a bundle, not with a registry."""
+
+    status = 409
+    type = "no-registry"
+    title = "There is no registry"
+    action = "The operator has to start the service with --bundle naming a registry."
+
+
+class PreconditionFailed(ServiceError):
+    """If-Match names another state than the present one."""
+
+    status = 412
+    type = "precondition-failed"
+    title = "The models have changed"
+    action = "Read GET /v1/models again and send its ETag in If-Match."
+
+
+class PreconditionRequired(ServiceError):
+    """A change without If-Match."""
+
+    status = 428
+    type = "precondition-required"
+    title = "If-Match is needed"
+    action = "Send the ETag of GET /v1/models in If-Match, so that no other change is overwritten."
+
+
+class BundleRefused(ServiceError):
+    """A bundle failed a check; what was served before is still served."""
+
+    status = 422
+    type = "bundle-refused"
+    title = "The bundle was refused"
+    action = "Publish the bundle again, or choose another version; the models that answer have not changed."
+
+
+class RecommendationNotFound(ServiceError):
+    """The slate behind a recommendation is not kept, or not any more."""
+
+    status = 404
+    type = "recommendation-not-found"
+    title = "This recommendation has no further pages"
+    action = "Ask for a new list, with the items already shown in exclude_item_ids. Lists are kept for a limited time."
+
+
+class ItemNotFound(ServiceError):
+    """The catalogue of the served model does not know the id."""
+
+    status = 404
+    type = "item-not-found"
+    title = "The catalogue does not know this item"
+    action = "Check the id; in a path it must be percent-encoded. A new item is known once a model was trained on it."
+
+
+class SessionBusy(ServiceError):
+    """Events on a session arrived faster than they could be merged."""
+
+    status = 503
+    type = "session-busy"
+    title = "The session is still receiving events"
+    action = "Send the same request again after the time in Retry-After; what was merged stays merged, once."
 
 
 class BeforeErasure(ServiceError):
@@ -308,9 +418,18 @@ _HTTP_ACTIONS = {
 }
 
 
-def problem_response(error: ServiceError, request_id: str | None = None) -> Response:
-    """The HTTP answer for an error. Pure ASCII, whatever the caller had in its field names."""
-    body = json.dumps(error.problem(request_id).model_dump(exclude_none=True)).encode("ascii")
+def problem_response(error: ServiceError, request_id: str | None = None, path: str = "") -> Response:
+    """The HTTP answer for an error. Pure ASCII, whatever the caller had in its field names.
+
+    Args:
+        error: what happened.
+        request_id: as in the answer's header.
+        path: that was asked for; below /v2 the body also has the member `error` of the Open Inference Protocol.
+    """
+    document = error.problem(request_id).model_dump(exclude_none=True)
+    if path == "/v2" or path.startswith("/v2/"):
+        document["error"] = error.detail
+    body = json.dumps(document).encode("ascii")
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
@@ -340,7 +459,9 @@ def add_error_handlers(app: FastAPI, routes: Sequence[APIRoute]) -> None:
     """Make every error of `app` a problem; `routes` are searched for the methods that a 405 names."""
 
     def answer(request: Request, error: ServiceError) -> Response:
-        return problem_response(error, getattr(request.state, "request_id", None))
+        if (context := getattr(request.state, "context", None)) is not None:
+            context.problem = error.type
+        return problem_response(error, getattr(request.state, "request_id", None), request.scope["path"])
 
     def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101  (registered for this type)

@@ -157,7 +157,7 @@ def check_event(event: EventIn, now_s: float, idempotency_key: str | None, place
     if event.event_id is not None:
         identity = identity_hash("event", event.event_id)
     elif not undated:
-        identity = identity_hash("content", item_id, str(timestamp_ms), event.type or "")
+        identity = content_identity(item_id, timestamp_ms, event.type)
     elif idempotency_key is not None:
         identity = identity_hash("request", idempotency_key, str(place))
     return CheckedEvent(
@@ -171,6 +171,11 @@ def check_event(event: EventIn, now_s: float, idempotency_key: str | None, place
         recommendation_id=event.recommendation_id,
         event_id=event.event_id,
     )
+
+
+def content_identity(item_id: str, timestamp_ms: int, type: str | None) -> bytes:
+    """Of an event without an event_id: the same item at the same time, of the same type, is the same event."""
+    return identity_hash("content", item_id, str(timestamp_ms), type or "")
 
 
 def checked_field(field: str, check: Callable[[Sent], Checked], value: Sent) -> Checked:

@@ -3,35 +3,28 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from model.bundle import ENCODER, PARITY_TOLERANCE, Bundle, BundleError, open_bundle
-from model.config import BOS
+from model.bundle import MANIFEST, Bundle
 from model.registry import resolve
+from service.batches import Batches
 from service.breaker import Breaker, GuardedStore
 from service.context import unhurried
-from service.engine import EncoderRow, Engine, RankerRow
 from service.errors import NotReady, StartError
-from service.filtered import State
-from service.ingest import Ingest
-from service.recommender import Recommender, Subjects
+from service.models import Model, Models, Shared, load
 from service.settings import Settings
+from service.slates import Slates
 from service.states import MemoryStore, RedisStore
-from service.states.interface import StateError, StateUnavailable, Store, StoreLimits
+from service.states.interface import StateError, Store, StoreLimits
 from service.telemetry import IdHasher, Metrics
-from service.users import Users
 
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 2.0
-
-_NOBODY_ROW = EncoderRow(np.array([BOS], np.int64), np.ones(1, np.float32), np.full(1, np.nan))
-_NO_ITEMS = np.empty(0, np.int64)
 
 
 class Phase(StrEnum):
@@ -42,21 +35,8 @@ class Phase(StrEnum):
     draining = "draining"
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """Everything that answers requests; lives from the end of the start-up to the end of the drain."""
-
-    bundle: Bundle
-    engine: Engine
-    store: Store
-    recommender: Recommender
-    ingest: Ingest
-    users: Users
-    nobody: State
-
-
 class Life:
-    """One process's service and the phase it is in; shared by the public and the operations listener.
+    """One process's models and the phase it is in; shared by its listeners.
 
     Args:
         settings: of the process.
@@ -67,17 +47,27 @@ class Life:
         self.settings = settings
         self.metrics = metrics
         self.phase = Phase.starting
-        self._service: Service | None = None
+        self._models: Models | None = None
+        self._store: Store | None = None
+        self._slates: Slates | None = None
+        self.batches = Batches(settings.max_in_flight, settings.max_batch_rows)
 
     @property
-    def service(self) -> Service:
-        """Raises RuntimeError outside `open`."""
-        if self._service is None:
-            raise RuntimeError("the service is not open")
-        return self._service
+    def models(self) -> Models:
+        """Raises NotReady outside `open`."""
+        if self._models is None:
+            raise NotReady(f"the service is {self.phase.value}", retry_after_s=1)
+        return self._models
+
+    @property
+    def slates(self) -> Slates:
+        """Raises NotReady outside `open`."""
+        if self._slates is None:
+            raise NotReady(f"the service is {self.phase.value}", retry_after_s=1)
+        return self._slates
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Service]:
+    async def open(self) -> AsyncIterator[Models]:
         """Build everything, and take it down again in the reverse order.
 
         Raises:
@@ -85,29 +75,33 @@ class Life:
             StartError: a setting cannot be met.
         """
         async with AsyncExitStack() as stack:
-            # In a thread: the operations listener answers while a large bundle loads.
-            bundle, engine = await asyncio.to_thread(load_engine, self.settings, self.metrics)
-            nobody: State = engine.run_rows(ENCODER, [_NOBODY_ROW])[0]
-            store = GuardedStore(_open_store(self.settings, bundle), Breaker(self.metrics))
-            stack.push_async_callback(store.close)
-            await _announce(store, bundle)
-            engine.start()
-            stack.push_async_callback(engine.close)
-            subjects, hasher = Subjects(bundle, store), IdHasher()
-            stack.push_async_callback(subjects.finish_saves)
-            self._service = Service(
-                bundle=bundle,
-                engine=engine,
-                store=store,
-                recommender=Recommender(bundle, subjects, engine, nobody, self.metrics, hasher),
-                ingest=Ingest(bundle.items, store, self.metrics),
-                users=Users(bundle.items, subjects, store, hasher),
-                nobody=nobody,
-            )
-            self.metrics.model_info.labels(bundle.manifest.name, bundle.manifest.version).set(1)
+            # A call of its own: what this frame holds lives as long as the process, and the first model need not.
+            self._models = await self._build(stack)
             self.phase = Phase.ready
-            logger.info("ready", extra={"model": bundle.manifest.name, "version": bundle.manifest.version})
-            yield self._service
+            manifest = self._models.active.default.bundle.manifest
+            logger.info("ready", extra={"model": manifest.name, "version": manifest.version})
+            try:
+                yield self._models
+            finally:
+                # The admin listener answers longer than there are models.
+                self._models = None
+
+    async def _build(self, stack: AsyncExitStack) -> Models:
+        """Everything that answers; what is pushed on the stack takes it down."""
+        settings, metrics = self.settings, self.metrics
+        # In a thread: the operations listener answers while a large bundle loads.
+        first = await asyncio.to_thread(lambda: load(resolve(settings.bundle), settings, metrics))
+        self._store = store = GuardedStore(_open_store(settings, first.bundle), Breaker(metrics))
+        stack.push_async_callback(store.close)
+        self._slates = slates = Slates(store, self.metrics)
+        stack.push_async_callback(slates.finish_saves)
+        registry = registry_of(settings.bundle)
+        models = Models(first, registry, Shared(settings, metrics, store, slates, IdHasher()))
+        stack.push_async_callback(models.close)
+        await models.start()
+        if registry is not None and settings.registry_poll_s > 0:
+            await stack.enter_async_context(_running(models.watch(settings.registry_poll_s), "watch the registry"))
+        return models
 
     def drain(self) -> None:
         """Turn /readyz red; requests are still answered."""
@@ -122,42 +116,42 @@ class Life:
         """
         if self.phase is not Phase.ready:
             raise NotReady(f"the service is {self.phase.value}")
-        engine = self.service.engine
+        for model in self.models.active.models:
+            with self.models.held(model):
+                await self._check_model(model)
+
+    async def _check_model(self, model: Model) -> None:
         # Under load the traffic is the proof: a probe that had to queue would turn an overloaded replica red.
-        last = engine.last_success
-        if engine.alive and last is not None and time.monotonic() - last < self.settings.ready_max_age_s:
+        last = model.engine.last_success
+        if model.engine.alive and last is not None and time.monotonic() - last < self.settings.ready_max_age_s:
             return
-        probe = unhurried("readyz", PROBE_TIMEOUT_S)
-        state = await engine.encode(_NOBODY_ROW, probe)
-        await engine.rank(RankerRow(state, _NO_ITEMS, _NO_ITEMS, 1), probe)
+        await model.probe(unhurried("readyz", PROBE_TIMEOUT_S))
 
     async def refresh_gauges(self) -> None:
         """Ask the store for what only it knows; a store that does not answer leaves the last value."""
-        if self._service is None:
+        if self._store is None:
             return
         try:
-            self.metrics.outbox_fill.set(await self._service.store.outbox_fill())
+            self.metrics.outbox_fill.set(await self._store.outbox_fill())
         except StateError as error:
             logger.info("the outbox gauge was not refreshed: %s", error)
 
 
-def load_engine(settings: Settings, metrics: Metrics) -> tuple[Bundle, Engine]:
-    """Verify checksums, load, compare with the golden cases, warm.
+def registry_of(location: Path) -> Path | None:
+    """The registry that `--bundle` names, or None when it names one bundle."""
+    return None if (location / MANIFEST).is_file() else location
 
-    Raises:
-        BundleError: names the folder and what is wrong with it.
-        StartError: the provider cannot be had.
-    """
-    bundle = open_bundle(resolve(settings.bundle))
-    engine = Engine(bundle, settings, metrics)
-    error = engine.parity_error()
-    if not error <= PARITY_TOLERANCE:
-        raise BundleError(
-            f"{bundle.folder}: golden.npz is missed by {error:.2g} on {engine.provider} "
-            f"(allowed {PARITY_TOLERANCE:g}); use another provider, or export the bundle again"
-        )
-    engine.warm()
-    return bundle, engine
+
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Endless work, for the length of a `with` block."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def _open_store(settings: Settings, bundle: Bundle) -> Store:
@@ -176,11 +170,3 @@ def _open_store(settings: Settings, bundle: Bundle) -> Store:
     except ValueError as error:
         # The message of redis-py names the accepted schemes and not the URL, which may hold a password.
         raise StartError(f"BFT_REDIS_URL: {error}") from error
-
-
-async def _announce(store: Store, bundle: Bundle) -> None:
-    try:
-        await store.register_model(bundle.manifest.version)
-    except StateUnavailable as error:
-        # A store that is down is no reason not to start: reads degrade, and a later save announces it.
-        logger.warning("the state store does not answer: %s", error)

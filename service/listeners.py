@@ -1,7 +1,8 @@
-"""Both listeners of the process over one lifespan: start, serve until SIGTERM, drain (service.md, "Life")."""
+"""The listeners of the process over one lifespan: start, serve until SIGTERM, drain (service.md, "Life")."""
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -12,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.app import create_app, create_ops_app
+from service.app import create_admin_app, create_app, create_ops_app
 from service.errors import MalformedRequest, StartError, problem_response
 from service.lifecycle import Life
 from service.settings import Settings
@@ -21,30 +22,53 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(settings: Settings) -> None:
-    """Run both listeners over one lifespan until SIGTERM or SIGINT, then drain.
+    """Run all listeners over one lifespan until SIGTERM or SIGINT, then drain.
 
     Raises:
         BundleError, StartError: nothing was served.
     """
+    refuse_open_admin(settings)
     stop = _Stop()
     app = create_app(settings)
     life: Life = app.state.life
-    # Both addresses are taken before a large bundle is loaded for nothing; neither listens yet.
+    # The addresses are taken before a large bundle is loaded for nothing; none listens yet.
     with (
         _bound(settings.host, settings.port) as public,
         _bound(settings.ops_host, settings.ops_port) as operations,
+        _bound(settings.admin_host, settings.admin_port) as admin,
     ):
         async with (
             _listening(create_ops_app(life), operations, settings, stop),
+            _listening(create_admin_app(life), admin, settings, stop),
             app.router.lifespan_context(app),
             _listening(app, public, settings, stop),
         ):
-            logger.info("serving", extra={"public": _address(public), "operations": _address(operations)})
+            addresses = {"public": public, "operations": operations, "admin": admin}
+            logger.info("serving", extra={name: _address(listener) for name, listener in addresses.items()})
             await stop.wait()
             life.drain()
             logger.info("draining", extra={"grace_s": settings.drain_grace_s})
             await stop.wait_again(settings.drain_grace_s)
     logger.info("stopped")
+
+
+def refuse_open_admin(settings: Settings) -> None:
+    """Whoever reaches the admin API can change the models: it takes a key where others can reach it.
+
+    Raises:
+        StartError: there is no key, and the address is not a loopback one.
+    """
+    if settings.admin_key is None and not _is_loopback(settings.admin_host):
+        raise StartError(
+            f"the admin API would be open on {settings.admin_host}: set BFT_ADMIN_KEY, or BFT_ADMIN_HOST to 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class _Stop:
@@ -71,7 +95,7 @@ class _Stop:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to `_Stop`: one signal is for both listeners."""
+    """A uvicorn server that leaves signals to `_Stop`: one signal is for all listeners."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -95,7 +119,7 @@ async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, 
     """Answer on the socket; on the way out finish the requests in flight."""
     config = uvicorn.Config(
         app,
-        lifespan="off",  # `serve` runs it, once for both listeners
+        lifespan="off",  # `serve` runs it, once for all listeners
         loop="none",
         http=_Protocol,
         ws="none",

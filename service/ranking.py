@@ -118,13 +118,16 @@ def filters(
     if exclude_seen:
         blocked = np.union1d(blocked, history.seen)
     if allow is not None:
-        catalogue = np.arange(FIRST_ITEM, FIRST_ITEM + bundle.manifest.num_items)
-        blocked = np.union1d(blocked, np.setdiff1d(catalogue, np.fromiter(allow, np.int64)))
+        # A mask, not sets: nearly the whole catalogue is blocked.
+        is_allowed = np.zeros(bundle.manifest.num_items, bool)
+        is_allowed[np.fromiter(allow, np.int64) - FIRST_ITEM] = True
+        is_allowed[blocked - FIRST_ITEM] = False
+        blocked = np.flatnonzero(~is_allowed) + FIRST_ITEM
     is_new_only = bundle.calibration.event == "next_new_item"
     return Filters(seen=history.seen if is_new_only else NO_HISTORY.seen, blocked=blocked)
 
 
-def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int, min_confidence: float) -> list[Entry]:
+def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int) -> list[Entry]:
     """The ranking with its calibrated confidences (math.md, "Scoring and its uncertainty").
 
     Args:
@@ -132,7 +135,6 @@ def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int, mi
         bundle: its calibration and training counts.
         seen: what the normaliser left out; such an item is not the event, so its confidence is 0.
         num_events: events of the subject.
-        min_confidence: entries below it are left out.
 
     Raises:
         InferenceFailed: a confidence is no number.
@@ -148,7 +150,7 @@ def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int, mi
     with np.errstate(invalid="ignore"):
         calibrated = bundle.calibration.confidence(features)[0]
     confidence = np.where(np.isin(ranking.items, seen), 0.0, calibrated)
-    # A NaN compares as below every threshold: the item would vanish from the list without a word.
+    # A NaN compares as below every threshold: the item would vanish from a list without a word.
     if np.isnan(confidence).any():
         raise InferenceFailed("calibration.json gives confidences that are no numbers for this model; export it again")
     std = np.sqrt(ranking.score_variance)
@@ -161,7 +163,6 @@ def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int, mi
             reliability=None if np.isnan(ranking.reliability[place]) else float(ranking.reliability[place]),
         )
         for place in range(len(ranking.items))
-        if confidence[place] >= min_confidence
     ]
 
 

@@ -1,8 +1,6 @@
-"""The service's one main act: from a subject to a ranked list with confidences."""
+"""The service's main act: from a subject to a ranked list with confidences, to its next page, to ranked candidates."""
 
-import asyncio
 import logging
-import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,27 +11,45 @@ import numpy as np
 from model.bundle import STEP, Bundle
 from model.config import UNK, UNKNOWN_BASE
 from service import ranking
+from service.background import Saves
 from service.context import RequestContext
 from service.engine import EncoderRow, Numbers, RankerRow, Ranking, StepRow
+from service.errors import Overloaded
 from service.filtered import State
 from service.ranking import NO_HISTORY, Entry, History
 from service.schemas import (
+    AbGroup,
     CalibrationInfo,
     DegradedReason,
     HistoryEvent,
     ModelName,
+    RankedItem,
+    RankingRequest,
+    RankingResponse,
     RecommendationRequest,
     RecommendationResponse,
     RecommendedItem,
+    SubjectRequest,
+)
+from service.slates import (
+    MAX_GIVEN,
+    Asked,
+    Page,
+    ShownItem,
+    Slate,
+    Slates,
+    Told,
+    ToldEvent,
+    new_recommendation_id,
 )
 from service.states.interface import (
     CatalogMismatch,
     EncodedState,
-    StateError,
     StateUnavailable,
     Store,
     Subject,
     UserRecord,
+    wall_clock_ms,
 )
 from service.states.packing import stored_weight
 from service.telemetry import IdHasher, Metrics
@@ -45,6 +61,9 @@ MAX_SAVES = 256
 MAX_SAVE_BYTES = 2**24
 """States on their way to the store at a time, and what they take together; beyond it they are not kept, only computed
 again."""
+
+MAX_CLAIMS = 16
+"""Times that a page is made anew because another call was faster."""
 
 How = Literal["current", "folded", "encoded", "nobody"]
 """How the state behind an answer came about: it was kept and is of every event; it was kept and the missing events were
@@ -73,15 +92,15 @@ class Subjects:
     Args:
         bundle: the served one.
         store: where the subjects are.
+        metrics: counts the states that are kept.
     """
 
-    def __init__(self, bundle: Bundle, store: Store) -> None:
+    def __init__(self, bundle: Bundle, store: Store, metrics: Metrics) -> None:
         self._bundle = bundle
         self._store = store
         # A number never changes its id, so what was read once holds for ever.
         self._ids: OrderedDict[int, str] = OrderedDict()
-        self._saves: dict[asyncio.Task[None], int] = {}
-        """Each with the bytes of its state."""
+        self._saves = Saves("state", MAX_SAVES, MAX_SAVE_BYTES, metrics)
 
     async def load(self, subject: Subject) -> tuple[UserRecord | None, EncodedState | None]:
         """The record, and the served model's state of it or of its beginning; see `Loaded`."""
@@ -126,24 +145,12 @@ class Subjects:
 
     def save(self, subject: Subject, record: UserRecord, state: State) -> None:
         """Keep a computed state, in the background: it neither delays nor fails the answer."""
-        # Without any save under way one of any size may go, so that no user's state is never kept.
-        if len(self._saves) >= MAX_SAVES or (self._saves and sum(self._saves.values()) + state.nbytes > MAX_SAVE_BYTES):
-            return
-        task = asyncio.create_task(self._save(subject, EncodedState(record.count, record.epoch, state)))
-        self._saves[task] = state.nbytes
-        task.add_done_callback(self._saves.pop)
+        version, encoded = self._bundle.manifest.version, EncodedState(record.count, record.epoch, state)
+        self._saves.start(lambda: self._store.save_state(subject, version, encoded), state.nbytes)
 
     async def finish_saves(self) -> None:
         """Return when no save is under way."""
-        await asyncio.gather(*self._saves)
-
-    async def _save(self, subject: Subject, encoded: EncodedState) -> None:
-        try:
-            await self._store.save_state(subject, self._bundle.manifest.version, encoded)
-        except StateError as error:
-            logger.info("a state was not kept: %s", error)
-        except Exception:
-            logger.exception("a state was not kept")
+        await self._saves.finish()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,10 +160,20 @@ class _Found:
     history: History
     told: Sequence[HistoryEvent] = ()
     """The events of the request that were used."""
+    window: Told | None = None
+    """Of a history that was told instead of a subject."""
     record: UserRecord | None = None
     encoded: EncodedState | None = None
     """Of `record`, or of its beginning."""
     degraded: tuple[DegradedReason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _List:
+    """The entries of one list, and what was not listed for want of confidence; both best first."""
+
+    listed: Sequence[Entry]
+    left_out: Sequence[Entry]
 
 
 class Recommender:
@@ -169,6 +186,7 @@ class Recommender:
         nobody: the state of BOS alone, of a subject without events.
         metrics: counts where states come from, cold starts and degraded answers.
         hasher: turns ids into what logs may show.
+        slates: keeps what was shown; shared with other models.
     """
 
     def __init__(
@@ -179,51 +197,140 @@ class Recommender:
         nobody: State,
         metrics: Metrics,
         hasher: IdHasher,
+        slates: Slates,
     ) -> None:
         self._bundle = bundle
         self._subjects = subjects
         self._engine = engine
         self._metrics = metrics
         self._hasher = hasher
+        self._slates = slates
         self._nobody = nobody
         self._model = ModelName(name=bundle.manifest.name, version=bundle.manifest.version)
         self._calibration = _calibration_info(bundle)
 
-    async def recommend(self, asked: RecommendationRequest, request: RequestContext) -> RecommendationResponse:
-        """The list for one request. Raises what `Batcher.submit` does; never on account of the store."""
-        with request.timed("state"):
-            found = await self._find(asked, request)
-        state = await self._state(asked, found, request)
-        excluded = self._numbers(asked.exclude_item_ids)
-        allowed = None if asked.allow_item_ids is None else self._numbers(asked.allow_item_ids)
-        chosen = ranking.filters(found.history, self._bundle, asked.exclude_seen, excluded, allowed)
-        ranked = await self._engine.rank(RankerRow(state, chosen.seen, chosen.blocked, asked.num_results), request)
+    # ---- what callers ask --------------------------------------------------------------------------------
+
+    async def recommend(
+        self, asked: RecommendationRequest, request: RequestContext, ab_group: AbGroup = None
+    ) -> RecommendationResponse:
+        """The list for one request. Raises what `Batcher.submit` does; never on account of the store.
+
+        Args:
+            asked: for whom, how many, and what may be in the list.
+            request: its deadline.
+            ab_group: why this model answers.
+        """
+        made_ms = wall_clock_ms()
+        found = await self._find(asked, request)
+        slate = _asked(asked, found.window)
+        made = await self._list(found, slate, asked.num_results, (), request)
         with request.timed("rank"):
-            num_events, least = found.history.count, asked.min_confidence or 0.0
-            listed = ranking.entries(ranked, self._bundle, chosen.seen, num_events, least)
-            return self._answer(asked, found, listed)
+            self._slates.save(slate, self._page(made, made_ms))
+            return self._answer(slate, found, made.listed, 0, ab_group)
 
-    async def _find(self, asked: RecommendationRequest, request: RequestContext) -> _Found:
-        subject = _subject(asked)
-        if subject is None:
+    async def next_page(
+        self, slate: Slate, num_results: int, request: RequestContext, ab_group: AbGroup = None
+    ) -> RecommendationResponse:
+        """The next items of a slate, for what is known of its subject now. Each item is given out once.
+
+        Args:
+            slate: as it was loaded.
+            num_results: of the page; it is shorter, or empty, at the end of the catalogue or of what a slate may have.
+            request: its deadline.
+            ab_group: why this model answers.
+
+        Raises:
+            RecommendationNotFound: the slate expired meanwhile.
+            Overloaded: other calls turned the pages faster.
+            StateError: the store cannot say whether the page was given out.
+            ServiceError: what else `Batcher.submit` raises.
+        """
+        for _ in range(MAX_CLAIMS):
+            made_ms, asked = wall_clock_ms(), slate.asked
+            if asked.subject is None:
+                found = _Found(retold_history(asked.told, self._bundle))
+            else:
+                found = await self._find_stored(asked.subject, (), request)
+            passed = slate.passed
+            size = min(num_results, MAX_GIVEN - len(passed))
+            made = _List((), ())
+            if size > 0:
+                made = await self._list(found, asked, size, passed, request)
+            with request.timed("state"):
+                is_ours = not (made.listed or made.left_out) or await self._slates.claim(
+                    slate, self._page(made, made_ms)
+                )
+                if is_ours:
+                    return self._answer(asked, found, made.listed, slate.num_shown, ab_group)
+                request.check_deadline()
+                slate = await self._slates.load(asked.recommendation_id)
+        raise Overloaded("other requests are turning the pages of this recommendation", retry_after_s=1)
+
+    async def rank(self, asked: RankingRequest, request: RequestContext, ab_group: AbGroup = None) -> RankingResponse:
+        """Every candidate once, by predictive logit; unknown ones last. Raises as `recommend`.
+
+        Args:
+            asked: for whom, and the candidates.
+            request: its deadline.
+            ab_group: why this model answers.
+        """
+        found = await self._find(asked, request)
+        candidates = list(dict.fromkeys(asked.candidate_item_ids))
+        numbers = self._numbers(candidates)
+        ranked: Sequence[Entry] = ()
+        if numbers:
+            state = await self._state(asked.subject, found, request)
+            # Candidates are not filtered: a seen one is ranked, and its confidence says what it is worth.
+            chosen = ranking.filters(found.history, self._bundle, False, (), numbers)
+            row = RankerRow(state, chosen.seen, chosen.blocked, len(numbers))
+            answer = await self._engine.rank(row, request)
+            ranked = ranking.entries(answer, self._bundle, chosen.seen, found.history.count)
+        with request.timed("rank"):
+            self._count(found)
+            items = self._bundle.items
+            unknown = [item_id for item_id in candidates if items.number(item_id) is None]
+            known = [_ranked(entry, items.item_id(entry.number), rank) for rank, entry in enumerate(ranked, start=1)]
+            return RankingResponse(
+                model=self._model,
+                items=[*known, *map(_unknown, unknown, range(len(known) + 1, len(candidates) + 1))],
+                list_confidence=ranking.list_confidence(ranked),
+                calibration=self._calibration,
+                cold_start=found.history.count == 0,
+                num_events=found.history.count,
+                missing_item_ids=self._missing([*(event.item_id for event in found.told), *unknown]),
+                degraded=list(found.degraded),
+                ab_group=ab_group,
+            )
+
+    # ---- from a subject to a list ------------------------------------------------------------------------
+
+    async def _find(self, asked: SubjectRequest, request: RequestContext) -> _Found:
+        if asked.subject is not None:
+            return await self._find_stored(asked.subject, asked.fallback_history or (), request)
+        with request.timed("state"):
             told = asked.history or ()
-            return _Found(told_history(told, self._bundle), told)
-        request.subject = self._hasher(*subject)
-        try:
-            record, encoded = await self._subjects.load(subject)
-            history = NO_HISTORY if record is None else await self._subjects.history(record)
-            return _Found(history, (), record, encoded)
-        except StateUnavailable:
-            told = asked.fallback_history or ()
-            return _Found(told_history(told, self._bundle), told, degraded=(DegradedReason.state_unavailable,))
-        except CatalogMismatch as error:
-            logger.warning("a stored history cannot be read: %s", error, extra={"subject": request.subject})
-            return _Found(NO_HISTORY, degraded=(DegradedReason.catalog_mismatch,))
+            window = told_window(told, self._bundle.manifest.model.max_len)
+            return _Found(retold_history(window, self._bundle), told, window)
 
-    async def _state(self, asked: RecommendationRequest, found: _Found, request: RequestContext) -> State:
+    async def _find_stored(self, subject: Subject, fallback: Sequence[HistoryEvent], request: RequestContext) -> _Found:
+        request.subject = self._hasher(*subject)
+        with request.timed("state"):
+            try:
+                record, encoded = await self._subjects.load(subject)
+                history = NO_HISTORY if record is None else await self._subjects.history(record)
+                return _Found(history, record=record, encoded=encoded)
+            except StateUnavailable:
+                told = told_history(fallback, self._bundle)
+                return _Found(told, fallback, degraded=(DegradedReason.state_unavailable,))
+            except CatalogMismatch as error:
+                logger.warning("a stored history cannot be read: %s", error, extra={"subject": request.subject})
+                return _Found(NO_HISTORY, degraded=(DegradedReason.catalog_mismatch,))
+
+    async def _state(self, subject: Subject | None, found: _Found, request: RequestContext) -> State:
         how, state = await self._how_and_state(found.history, found.encoded, request)
         self._metrics.states.labels(how).inc()
-        subject = _subject(asked)
+        request.model_version = self._model.version
         if how in ("folded", "encoded") and subject is not None and found.record is not None:
             self._subjects.save(subject, found.record, state)
         return state
@@ -243,24 +350,39 @@ class Recommender:
             return "folded", await self._engine.step(step, request)
         return "encoded", await self._engine.encode(row, request)
 
+    async def _list(
+        self, found: _Found, asked: Asked, size: int, passed: Iterable[str], request: RequestContext
+    ) -> _List:
+        """The best items that the filters let through and no earlier page passed."""
+        state = await self._state(asked.subject, found, request)
+        excluded = self._numbers([*asked.exclude_item_ids, *passed])
+        allowed = None if asked.allow_item_ids is None else self._numbers(asked.allow_item_ids)
+        chosen = ranking.filters(found.history, self._bundle, asked.exclude_seen, excluded, allowed)
+        ranked = await self._engine.rank(RankerRow(state, chosen.seen, chosen.blocked, size), request)
+        with request.timed("rank"):
+            entries = ranking.entries(ranked, self._bundle, chosen.seen, found.history.count)
+            least = asked.min_confidence or 0.0
+            listed = [entry for entry in entries if entry.confidence >= least]
+            return _List(listed, [entry for entry in entries if entry.confidence < least])
+
     def _numbers(self, item_ids: Iterable[str]) -> list[int]:
         numbers = (self._bundle.items.number(item_id) for item_id in item_ids)
         return [number for number in numbers if number is not None]
 
-    def _answer(self, asked: RecommendationRequest, found: _Found, listed: Sequence[Entry]) -> RecommendationResponse:
-        for reason in found.degraded:
-            self._metrics.degraded.labels(reason).inc()
-        is_cold = found.history.count == 0
-        if is_cold:
-            self._metrics.cold_starts.inc()
+    # ---- answers and slates ------------------------------------------------------------------------------
+
+    def _answer(
+        self, asked: Asked, found: _Found, listed: Sequence[Entry], num_before: int, ab_group: AbGroup
+    ) -> RecommendationResponse:
+        self._count(found)
+        items = self._bundle.items
         named = (
             *(event.item_id for event in found.told),
             *asked.exclude_item_ids,
             *(asked.allow_item_ids or ()),
         )
-        items = self._bundle.items
         return RecommendationResponse(
-            recommendation_id=secrets.token_hex(16),
+            recommendation_id=asked.recommendation_id,
             model=self._model,
             items=[
                 RecommendedItem(
@@ -271,14 +393,39 @@ class Recommender:
                     confidence=entry.confidence,
                     reliability=entry.reliability,
                 )
-                for rank, entry in enumerate(listed, start=1)
+                for rank, entry in enumerate(listed, start=num_before + 1)
             ],
             list_confidence=ranking.list_confidence(listed),
             calibration=self._calibration,
-            cold_start=is_cold,
+            cold_start=found.history.count == 0,
             num_events=found.history.count,
-            missing_item_ids=[item_id for item_id in dict.fromkeys(named) if items.number(item_id) is None],
+            missing_item_ids=self._missing(named),
             degraded=list(found.degraded),
+            ab_group=ab_group,
+        )
+
+    def _count(self, found: _Found) -> None:
+        for reason in found.degraded:
+            self._metrics.degraded.labels(reason).inc()
+        if found.history.count == 0:
+            self._metrics.cold_starts.inc()
+
+    def _missing(self, item_ids: Iterable[str]) -> list[str]:
+        return [item_id for item_id in dict.fromkeys(item_ids) if self._bundle.items.number(item_id) is None]
+
+    def _page(self, made: _List, made_ms: int) -> Page:
+        ids = self._bundle.items
+        return Page(
+            made_ms=made_ms,
+            model_name=self._model.name,
+            model_version=self._model.version,
+            items=tuple(
+                ShownItem(
+                    item_id=ids.item_id(entry.number), score=entry.score, std=entry.std, confidence=entry.confidence
+                )
+                for entry in made.listed
+            ),
+            left_out=tuple(ids.item_id(entry.number) for entry in made.left_out),
         )
 
 
@@ -287,28 +434,69 @@ def told_history(events: Sequence[HistoryEvent], bundle: Bundle) -> History:
 
     Events count in the order given or, when every one has a timestamp, in the order of time (stable).
     """
+    return retold_history(told_window(events, bundle.manifest.model.max_len), bundle)
+
+
+def told_window(events: Sequence[HistoryEvent], max_len: int) -> Told:
+    """A told history in the order in which it counts, cut to the last `max_len` events."""
     if all(event.timestamp is not None for event in events):
         events = sorted(events, key=lambda event: event.timestamp or 0)
-    numbers = [bundle.items.number(event.item_id) for event in events]
-    counted = [(number, event) for number, event in zip(numbers, events, strict=True) if event.weight > 0]
-    kept = counted[-bundle.manifest.model.max_len :]
-    return History(
-        count=len(counted),
-        items=np.array([UNK if number is None else number for number, _ in kept], np.int64),
-        weights=np.array([stored_weight(event.weight) for _, event in kept], np.float32),
-        timestamps=np.array(
-            [np.nan if event.timestamp is None else event.timestamp / 1000 for _, event in kept], np.float64
+    counted = [event for event in events if event.weight > 0]
+    kept = counted[-max_len:]
+    kept_ids = {event.item_id for event in kept}
+    others = dict.fromkeys(event.item_id for event in events if event.item_id not in kept_ids)
+    return Told(
+        events=tuple(
+            ToldEvent(item_id=event.item_id, timestamp_ms=event.timestamp, weight=event.weight) for event in kept
         ),
-        seen=np.unique(np.array([number for number in numbers if number is not None], np.int64)),
+        count=len(counted),
+        other_seen=tuple(others),
     )
 
 
-def _subject(asked: RecommendationRequest) -> Subject | None:
-    if asked.user_id is not None:
-        return Subject("user", asked.user_id)
-    if asked.session_id is not None:
-        return Subject("session", asked.session_id)
-    return None
+def retold_history(told: Told | None, bundle: Bundle) -> History:
+    """A told history in the catalogue's numbers."""
+    if told is None:
+        return NO_HISTORY
+    numbers = [bundle.items.number(event.item_id) for event in told.events]
+    seen = {*numbers, *map(bundle.items.number, told.other_seen)} - {None}
+    return History(
+        count=told.count,
+        items=np.array([UNK if number is None else number for number in numbers], np.int64),
+        weights=np.array([stored_weight(event.weight) for event in told.events], np.float32),
+        timestamps=np.array(
+            [np.nan if event.timestamp_ms is None else event.timestamp_ms / 1000 for event in told.events], np.float64
+        ),
+        seen=np.array(sorted(number for number in seen if number is not None), np.int64),
+    )
+
+
+def _asked(asked: RecommendationRequest, told: Told | None) -> Asked:
+    return Asked(
+        recommendation_id=new_recommendation_id(asked.subject),
+        subject=asked.subject,
+        told=told,
+        exclude_seen=asked.exclude_seen,
+        exclude_item_ids=asked.exclude_item_ids,
+        allow_item_ids=asked.allow_item_ids,
+        min_confidence=asked.min_confidence,
+    )
+
+
+def _ranked(entry: Entry, item_id: str, rank: int) -> RankedItem:
+    return RankedItem(
+        item_id=item_id,
+        rank=rank,
+        known=True,
+        score=entry.score,
+        std=entry.std,
+        confidence=entry.confidence,
+        reliability=entry.reliability,
+    )
+
+
+def _unknown(item_id: str, rank: int) -> RankedItem:
+    return RankedItem(item_id=item_id, rank=rank, known=False, score=None, std=None, confidence=None, reliability=None)
 
 
 def _calibration_info(bundle: Bundle) -> CalibrationInfo:

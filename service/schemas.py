@@ -1,5 +1,6 @@
 """What goes over the wire: requests, which refuse unknown fields, and answers (service.md, "Endpoints")."""
 
+from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
@@ -9,17 +10,23 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     WithJsonSchema,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from service.errors import Problem
+from service.states.interface import Subject
 from service.values import check_id, check_timestamp, check_weight
 
 MAX_RESULTS = 500
 MAX_HISTORY = 4096
 MAX_FILTER_IDS = 10_000
 MAX_EVENTS = 500
+MAX_REQUESTS = 100
+MAX_CANDIDATES = 500
 
 _TIMESTAMP = "Unix seconds, or RFC 3339 with an offset; not before 1970, at most a day ahead of now"
 _ID = {"minLength": 1, "description": "1–256 bytes of UTF-8 without control characters"}
@@ -46,6 +53,20 @@ class _Answer(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
+class _ShownAs:
+    """Makes a field of any value appear in the document as a model.
+
+    Args:
+        model: that its values will be checked against.
+    """
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._model = model
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(self._model.__pydantic_core_schema__)
+
+
 class HistoryEvent(_Request):
     """One event that the caller tells of itself; nothing is stored."""
 
@@ -66,7 +87,35 @@ History = Annotated[
 Ids = Annotated[tuple[Id, ...], Field(strict=False, max_length=MAX_FILTER_IDS)]
 
 
-class RecommendationRequest(_Request):
+class SubjectRequest(_Request):
+    """For whom: a stored user or session, or a history told in the request."""
+
+    user_id: Id | None = None
+    session_id: Id | None = None
+    history: History | None = None
+    fallback_history: Annotated[
+        History | None, Field(description="beside an id: used only while the stored state is unavailable")
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_subject(self) -> Self:
+        given = [name for name in ("user_id", "session_id", "history") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(f"give exactly one of user_id, session_id and history; found: {found}")
+        if self.fallback_history is not None and self.history is not None:
+            raise ValueError("fallback_history goes with user_id or session_id; leave it out beside history")
+        return self
+
+    @property
+    def subject(self) -> Subject | None:
+        """Whose stored state is asked for; None beside a told history."""
+        if self.user_id is not None:
+            return Subject("user", self.user_id)
+        return None if self.session_id is None else Subject("session", self.session_id)
+
+
+class RecommendationRequest(SubjectRequest):
     """For whom, how many, and what may be in the list."""
 
     model_config = ConfigDict(
@@ -79,27 +128,42 @@ class RecommendationRequest(_Request):
         }
     )
 
-    user_id: Id | None = None
-    session_id: Id | None = None
-    history: History | None = None
-    fallback_history: Annotated[
-        History | None, Field(description="beside an id: used only while the stored state is unavailable")
-    ] = None
     num_results: int = Field(25, ge=1, le=MAX_RESULTS)
     exclude_seen: bool = Field(True, description="keep items that the subject has had out of the list")
     exclude_item_ids: Ids = ()
     allow_item_ids: Ids | None = Field(None, description="only these may be in the list; probabilities do not change")
     min_confidence: float | None = Field(None, ge=0, le=1)
 
-    @model_validator(mode="after")
-    def _one_subject(self) -> Self:
-        given = [name for name in ("user_id", "session_id", "history") if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise ValueError(f"give exactly one of user_id, session_id and history; found: {found}")
-        if self.fallback_history is not None and self.history is not None:
-            raise ValueError("fallback_history goes with user_id or session_id; leave it out beside history")
-        return self
+
+class NextPageRequest(_Request):
+    """How many more items of a list."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"num_results": 10}]})
+
+    num_results: int = Field(25, ge=1, le=MAX_RESULTS)
+
+
+class RankingRequest(SubjectRequest):
+    """For whom, and which items are to be put in order."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"user_id": "u-1024", "candidate_item_ids": ["172", "50", "not-in-the-catalogue"]},
+                {"history": [{"item_id": "50"}], "candidate_item_ids": ["172", "181"]},
+            ]
+        }
+    )
+
+    candidate_item_ids: Annotated[
+        tuple[Id, ...],
+        Field(
+            strict=False,
+            min_length=1,
+            max_length=MAX_CANDIDATES,
+            description="every one comes back; an id that stands here more than once comes back once",
+        ),
+    ]
 
 
 class ModelName(_Answer):
@@ -113,7 +177,7 @@ class RecommendedItem(_Answer):
     """One place of the list."""
 
     item_id: str
-    rank: int = Field(description="from 1")
+    rank: int = Field(description="from 1; a further page goes on counting")
     score: float = Field(description="posterior mean, on the model's scale; not comparable across users")
     std: float = Field(description="standard deviation of the score")
     confidence: float = Field(
@@ -134,6 +198,11 @@ class CalibrationInfo(_Answer):
     n: int | None = Field(description="test users behind `ece`")
 
 
+AbGroup = Annotated[
+    Literal["default", "canary"] | None, Field(description="which of the served models answered; null: it is not told")
+]
+
+
 class DegradedReason(StrEnum):
     """Why an answer was made with less than the stored state."""
 
@@ -148,7 +217,7 @@ class RecommendationResponse(_Answer):
         json_schema_extra={
             "examples": [
                 {
-                    "recommendation_id": "5f0c6b0f4c5c4f0c9a5d1f6f0a3d7b2e",
+                    "recommendation_id": "b017-5f0c6b0f4c5c4f0c9a5d1f6f0a3d7b2e",
                     "model": {"name": "bft-sasrec", "version": "a1b2c3d4e5f60718"},
                     "items": [
                         {
@@ -171,12 +240,13 @@ class RecommendationResponse(_Answer):
                     "num_events": 12,
                     "missing_item_ids": [],
                     "degraded": [],
+                    "ab_group": "default",
                 }
             ]
         }
     )
 
-    recommendation_id: str
+    recommendation_id: str = Field(description="of this list and its further pages; name it in events that follow it")
     model: ModelName
     items: list[RecommendedItem]
     list_confidence: float = Field(description="probability that the next event is in the list: min(1, Σ confidence)")
@@ -185,6 +255,166 @@ class RecommendationResponse(_Answer):
     num_events: int = Field(description="events of the subject that count for the model, forgotten ones included")
     missing_item_ids: list[str] = Field(description="ids of this request that the catalogue does not know")
     degraded: list[DegradedReason]
+    ab_group: AbGroup
+
+
+class BatchRequest(_Request):
+    """Several requests for lists, each by itself."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"requests": [{"user_id": "u-1024", "num_results": 10}, {"history": [{"item_id": "50"}]}]},
+            ]
+        }
+    )
+
+    requests: Annotated[
+        tuple[Annotated[Any, _ShownAs(RecommendationRequest)], ...],
+        Field(strict=False, min_length=1, max_length=MAX_REQUESTS),
+    ]
+    """Each a `RecommendationRequest`, checked later, so that a wrong one is refused alone."""
+
+
+class BatchResult(_Answer):
+    """What came of one request: `body` with status 200, else `problem`."""
+
+    status: int = Field(description="as it would be of the request alone")
+    body: RecommendationResponse | None = None
+    problem: Problem | None = None
+
+
+class BatchResponse(_Answer):
+    """A result for each request, in order."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "results": [
+                        {
+                            "status": 422,
+                            "problem": {
+                                "type": "urn:problem-type:bft:invalid-request",
+                                "title": "The request has a wrong field",
+                                "status": 422,
+                                "detail": "user_id: must not hold control characters",
+                                "action": "Correct the named fields and send the request again.",
+                                "errors": [{"field": "user_id", "message": "must not hold control characters"}],
+                            },
+                        }
+                    ]
+                }
+            ]
+        }
+    )
+
+    results: list[BatchResult]
+
+
+class RankedItem(_Answer):
+    """One candidate in its place. Of one that the catalogue does not know nothing but the id is known."""
+
+    item_id: str
+    rank: int = Field(description="from 1, best first; unknown ones last, in the order in which they were given")
+    known: bool = Field(description="whether the catalogue has the item")
+    score: float | None = Field(description="posterior mean, on the model's scale; not comparable across users")
+    std: float | None = Field(description="standard deviation of the score")
+    confidence: float | None = Field(
+        description="calibrated probability that this item is the next event; the same as in a recommendation"
+    )
+    reliability: float | None = Field(
+        description="share of the prior uncertainty about this score that the history resolved; null also for a "
+        "model without precisions"
+    )
+
+
+class RankingResponse(_Answer):
+    """Every candidate once, ordered by the predictive logit."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": {"name": "bft-sasrec", "version": "a1b2c3d4e5f60718"},
+                    "items": [
+                        {
+                            "item_id": "172",
+                            "rank": 1,
+                            "known": True,
+                            "score": 6.2,
+                            "std": 0.8,
+                            "confidence": 0.061,
+                            "reliability": 0.74,
+                        },
+                        {
+                            "item_id": "not-in-the-catalogue",
+                            "rank": 2,
+                            "known": False,
+                            "score": None,
+                            "std": None,
+                            "confidence": None,
+                            "reliability": None,
+                        },
+                    ],
+                    "list_confidence": 0.061,
+                    "calibration": {
+                        "event": "next_new_item",
+                        "method": "temperature + logistic map",
+                        "ece": 0.004,
+                        "n": 943,
+                    },
+                    "cold_start": False,
+                    "num_events": 12,
+                    "missing_item_ids": ["not-in-the-catalogue"],
+                    "degraded": [],
+                    "ab_group": "default",
+                }
+            ]
+        }
+    )
+
+    model: ModelName
+    items: list[RankedItem]
+    list_confidence: float = Field(
+        description="probability that the next event is among the candidates: min(1, Σ confidence)"
+    )
+    calibration: CalibrationInfo
+    cold_start: bool = Field(description="no event of the subject is known: the order is what BOS says")
+    num_events: int = Field(description="events of the subject that count for the model, forgotten ones included")
+    missing_item_ids: list[str] = Field(description="ids of this request that the catalogue does not know")
+    degraded: list[DegradedReason]
+    ab_group: AbGroup
+
+
+class SimilarItem(_Answer):
+    """A neighbour."""
+
+    item_id: str
+    rank: int = Field(description="from 1")
+    similarity: float = Field(description="cosine of the angle between the two embeddings, -1 to 1")
+
+
+class SimilarItemsResponse(_Answer):
+    """The items nearest to one in the model's space, without itself."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "item_id": "50",
+                    "model": {"name": "bft-sasrec", "version": "a1b2c3d4e5f60718"},
+                    "items": [{"item_id": "172", "rank": 1, "similarity": 0.83}],
+                    "ab_group": "default",
+                }
+            ]
+        }
+    )
+
+    item_id: str
+    model: ModelName
+    items: list[SimilarItem]
+    ab_group: AbGroup
 
 
 class EventIn(_Request):
@@ -197,7 +427,7 @@ class EventIn(_Request):
     timestamp: Annotated[Any, _TIMESTAMP_SCHEMA] = Field(None, description=_TIMESTAMP + "; left out: now")
     type: str | None = None
     weight: float = Field(1.0, description="0 to 1,000,000; 0 only marks the item as seen")
-    recommendation_id: str | None = None
+    recommendation_id: str | None = Field(None, description="of the list that the event followed; for retraining")
 
 
 class EventsRequest(_Request):
@@ -270,8 +500,18 @@ class StoredEvent(_Answer):
     weight: float
 
 
+class HeldSlate(_Answer):
+    """A list that was served and is kept for its further pages."""
+
+    recommendation_id: str
+    expires_at: datetime
+
+
 class UserResponse(_Answer):
-    """Everything that the service holds of a user."""
+    """What the service holds of a user.
+
+    Beside it there are only values derived from it, and copies on their way: the models' states (hours), hashes of the
+    last events (24 h), and events that retraining has not read yet."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -281,6 +521,12 @@ class UserResponse(_Answer):
                     "num_events": 1,
                     "events": [{"item_id": "50", "timestamp": 1764424800.0, "weight": 1.0}],
                     "seen_item_ids": ["50"],
+                    "recommendations": [
+                        {
+                            "recommendation_id": "b017-5f0c6b0f4c5c4f0c9a5d1f6f0a3d7b2e",
+                            "expires_at": "2026-11-29T15:00:00Z",
+                        }
+                    ],
                 }
             ]
         }
@@ -290,6 +536,39 @@ class UserResponse(_Answer):
     num_events: int = Field(description="with positive weight, the ones no longer kept included")
     events: list[StoredEvent] = Field(description="the kept ones, oldest first")
     seen_item_ids: list[str]
+    recommendations: list[HeldSlate] = Field(description="lists kept for their further pages, oldest first")
+
+
+class MergeRequest(_Request):
+    """Whose events the user takes over."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"from_session_id": "s-77"}]})
+
+    from_session_id: Id
+
+
+class MergeResponse(_Answer):
+    """The session is empty, and what it held is the user's."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": "u-1024",
+                    "from_session_id": "s-77",
+                    "num_merged": 3,
+                    "num_duplicates": 0,
+                    "num_refused": 0,
+                }
+            ]
+        }
+    )
+
+    user_id: str
+    from_session_id: str
+    num_merged: int = Field(description="events that the user has now and did not have before this call")
+    num_duplicates: int = Field(description="events that the user had already")
+    num_refused: int = Field(description="events dated before the user's erasure; they are dropped")
 
 
 class ErasureResponse(_Answer):
@@ -299,3 +578,115 @@ class ErasureResponse(_Answer):
 
     user_id: str
     erased: bool = Field(description="false: there was nothing to erase")
+
+
+# ---- admin -----------------------------------------------------------------------------------------------
+
+Version = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+"""Of a bundle, the name of its folder in the registry."""
+
+
+class ActiveModelsRequest(_Request):
+    """Who is to answer."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"default": "previous"},
+                {"default": "current", "canary": "a1b2c3d4e5f60718", "percent": 5},
+            ]
+        }
+    )
+
+    default: str = Field(
+        pattern="^(current|previous|[0-9a-f]{16})$",
+        description="a version in the registry; or `current` or `previous`, the registry's",
+    )
+    canary: Version | None = Field(None, description="another version in the registry")
+    percent: float | None = Field(None, ge=0, le=100, description="of users and sessions, for the canary")
+
+    @model_validator(mode="after")
+    def _canary_and_percent(self) -> Self:
+        if (self.canary is None) != (self.percent is None):
+            raise ValueError("canary and percent go together: give both, or neither")
+        return self
+
+
+class ActiveModels(_Answer):
+    """Who answers."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "default": "18f7e6d5c4b3a291",
+                    "canary": "a1b2c3d4e5f60718",
+                    "percent": 5.0,
+                    "pinned": False,
+                    "persisted": False,
+                }
+            ]
+        }
+    )
+
+    default: str
+    canary: str | None
+    percent: float | None = Field(
+        description="of users and sessions, the same ones on every replica; a history told in a request has no id and "
+        "goes to the default"
+    )
+    pinned: bool = Field(description="chosen by a call; holds until the registry's current bundle changes")
+    persisted: Literal[False] = Field(False, description="a restart serves the registry's current bundle again")
+
+
+Role = Annotated[Literal["default", "canary", "retired"], Field(description="retired: only finishes requests")]
+
+
+class LoadedModel(_Answer):
+    """A model in memory."""
+
+    name: str
+    version: str
+    role: Role
+    backbone: str
+    filtering: bool
+    max_len: int
+    num_items: int
+    lineage: str
+    event: Literal["next_new_item", "next_item"]
+    created_at: datetime
+    provider: str = Field(description="of ONNX Runtime, that runs the graphs")
+    custom_ops: dict[str, dict[str, Literal["function_body", "native_kernel"]]] = Field(
+        description="graph → op of the domain `bft` → what runs it"
+    )
+    versions: dict[str, str] = Field(description="of the libraries that it was exported with")
+    loaded_at: datetime
+    load_seconds: float
+    num_requests: int = Field(description="that hold it now")
+
+
+class KnownRegistry(_Answer):
+    """The registry that `--bundle` names."""
+
+    current: str | None
+    previous: str | None
+    versions: list[str] = Field(description="of the bundles that lie in it, the oldest first")
+    problem: str | None = Field(description="why it cannot be read")
+
+
+class RefusedBundle(_Answer):
+    """A bundle that failed a check; not tried again by itself."""
+
+    version: str
+    reason: str = Field(description="names the folder, the file and what is wrong with it")
+    at: datetime
+
+
+class ModelsResponse(_Answer):
+    """Every model that this process has or could have."""
+
+    active: ActiveModels
+    loaded: list[LoadedModel]
+    loading: list[str]
+    registry: KnownRegistry | None = Field(description="null: the service was started with one bundle")
+    refused: list[RefusedBundle]

@@ -41,6 +41,26 @@ class Settings(BaseSettings):
     ops_host: str = "127.0.0.1"
     ops_port: int = Field(9090, ge=0, le=65535)
     """Of /livez, /readyz and /metrics."""
+    admin_host: str = "127.0.0.1"
+    """Of the admin API; off the loopback address only with an `admin_key`."""
+    admin_port: int = Field(9091, ge=0, le=65535)
+    admin_key: SecretStr | None = Field(None, min_length=16)
+    """What the admin API asks for as `Authorization: Bearer …`."""
+    registry_poll_s: float = Field(10.0, ge=0, le=86_400)
+    """How often a registry is asked for its current bundle, which is then taken over; 0: never."""
+    load_timeout_s: float = Field(300.0, gt=0, le=86_400)
+    """How long a change of models by the admin API may take."""
+    api_keys_file: Path | None = None
+    """TOML with the API keys of the public port, see service/security.py; with a key configured, each request needs
+    one."""
+    api_key_sha256: str | None = Field(None, pattern="^[0-9a-fA-F]{64}$")
+    """SHA-256 in hex of one API key, named `default`; beside or instead of the file."""
+    requests_per_second: int | None = Field(None, ge=1, le=1_000_000)
+    """Quota of each API key that has none of its own in the file; left out: no limit."""
+    burst: int | None = Field(None, ge=1, le=1_000_000)
+    """What such a key may ask for at once after a pause; left out: as many as in a second."""
+    docs: bool = True
+    """Serve the API's description at /docs."""
     provider: Provider = "auto"
     """`auto` takes CUDA where ONNX Runtime offers it."""
     threads: int = Field(default_factory=lambda: available_cpus(), ge=1, le=1024)
@@ -68,7 +88,7 @@ class Settings(BaseSettings):
     """How old the inference may be that makes /readyz green without another one."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
-    @field_validator("port", "ops_port", mode="before")
+    @field_validator("port", "ops_port", "admin_port", mode="before")
     @classmethod
     def _ignore_service_link(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and _LINK_VALUE.match(value):

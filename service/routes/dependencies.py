@@ -1,45 +1,86 @@
 """What endpoints ask for, and how requests are read."""
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any
 from urllib.parse import unquote_to_bytes
 
 from fastapi import Depends, HTTPException, Path, Request, Response
 from fastapi.routing import APIRoute
 
+from service.batches import Batches
 from service.context import RequestContext
 from service.ingest import checked_field
-from service.lifecycle import Life, Service
+from service.lifecycle import Life
+from service.models import Model, Models
+from service.slates import RECOMMENDATION_ID, Slates, check_recommendation_id
 from service.values import check_id
 
 
-def get_life(request: Request) -> Life:
+# Coroutines, though nothing waits: FastAPI sends plain functions to a thread, which costs more than the request.
+async def get_life(request: Request) -> Life:
     """The process's life."""
     life: Life = request.app.state.life
     return life
 
 
-def get_service(request: Request) -> Service:
-    """Whatever answers requests."""
-    return get_life(request).service
+async def get_models(request: Request) -> Models:
+    """The loaded models; an endpoint takes one of them for as long as it works."""
+    return (await get_life(request)).models
 
 
-def get_context(request: Request) -> RequestContext:
+async def get_service(request: Request) -> AsyncIterator[Model]:
+    """The default model, held to the request's end."""
+    with (await get_models(request)).taken() as taken:
+        yield taken.model
+
+
+async def get_context(request: Request) -> RequestContext:
     """The request's id, deadline and timings."""
     context: RequestContext = request.state.context
     return context
 
 
-def get_user_id(user_id: Annotated[str, Path(description="percent-encoded")]) -> str:
+async def get_user_id(user_id: Annotated[str, Path(description="percent-encoded")]) -> str:
     """The id of the path. Paths are matched as they were sent, so that an id may hold an encoded slash."""
-    return checked_field("user_id", lambda sent: check_id(unquote_to_bytes(sent).decode("utf-8")), user_id)
+    return checked_field("user_id", _check_path_id, user_id)
 
 
-ServiceDep = Annotated[Service, Depends(get_service)]
+async def get_item_id(item_id: Annotated[str, Path(description="percent-encoded")]) -> str:
+    """Likewise of an item."""
+    return checked_field("item_id", _check_path_id, item_id)
+
+
+async def get_recommendation_id(
+    recommendation_id: Annotated[str, Path(json_schema_extra={"pattern": f"^{RECOMMENDATION_ID.pattern}$"})],
+) -> str:
+    """The id of an earlier answer."""
+    return checked_field("recommendation_id", check_recommendation_id, recommendation_id)
+
+
+async def get_slates(request: Request) -> Slates:
+    """The kept lists."""
+    return (await get_life(request)).slates
+
+
+async def get_batches(request: Request) -> Batches:
+    """What answers several requests at once."""
+    return (await get_life(request)).batches
+
+
+def _check_path_id(sent: str) -> str:
+    return check_id(unquote_to_bytes(sent).decode("utf-8"))
+
+
+ServiceDep = Annotated[Model, Depends(get_service)]
+ModelsDep = Annotated[Models, Depends(get_models)]
 LifeDep = Annotated[Life, Depends(get_life)]
 ContextDep = Annotated[RequestContext, Depends(get_context)]
 UserIdDep = Annotated[str, Depends(get_user_id)]
+ItemIdDep = Annotated[str, Depends(get_item_id)]
+RecommendationIdDep = Annotated[str, Depends(get_recommendation_id)]
+SlatesDep = Annotated[Slates, Depends(get_slates)]
+BatchesDep = Annotated[Batches, Depends(get_batches)]
 
 
 class JsonRoute(APIRoute):

@@ -1,5 +1,7 @@
 """`/livez`, `/readyz` and `/metrics`, on their own listener."""
 
+import asyncio
+
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -26,4 +28,6 @@ async def ready(life: LifeDep) -> str:
 async def metrics(life: LifeDep) -> Response:
     """Every metric of this process."""
     await life.refresh_gauges()
-    return Response(generate_latest(life.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    # In a thread: it takes tens of milliseconds, in which requests are answered.
+    text = await asyncio.to_thread(generate_latest, life.metrics.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -1,9 +1,9 @@
 """What a state store promises: its verbs, its values and its errors (service.md, "State in Redis").
 
 A store keeps, per user or anonymous session, the last `max_len` events, the set of items ever seen, the
-identities of recent events and the encoded states of models, and it hands every event to retraining through
-an outbox. It promises: every call is atomic per subject, events with an identity are stored once, and no
-value of another subject is ever returned.
+identities of recent events, the encoded states of models and the slates that were served, and it hands every
+event to retraining through an outbox. It promises: every call is atomic per subject, events with an identity
+are stored once, and no value of another subject is ever returned.
 
     StateError              base
     ├── StateUnavailable    the world: time-out, connection, server error. A write may have happened
@@ -27,6 +27,7 @@ from service.filtered import State
 
 MAX_EVENTS_PER_CALL = 1000
 """Bound on one `append`: a script holds the server for its whole run."""
+MAX_SLATE_TTL_S = 86_400
 MAX_TIMESTAMP_MS = 2**47
 MAX_ITEM_NUMBER = 2**32
 MAX_WEIGHT = 2.0**127
@@ -159,6 +160,15 @@ class Loaded:
     the missing ones can be folded. Of as many: without it, since nothing is missing."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlateRef:
+    """One kept slate of a subject."""
+
+    recommendation_id: str
+    expires_ms: int
+    """Since 1970."""
+
+
 class AppendStatus(StrEnum):
     """What became of one event of an `append`."""
 
@@ -185,6 +195,8 @@ class StoreLimits:
     """Likewise, for anonymous sessions."""
     state_ttl_s: int = 6 * 3_600
     """Of an encoded state; never above the subject's own."""
+    slate_ttl_s: int = 3_600
+    """Of a served slate, from its first page; at most a day, and never above the subject's own."""
     identity_ttl_s: int = 86_400
     """Of a subject's event identities, from the last stored event; never above the subject's own."""
     tombstone_ttl_s: int = 90 * 86_400
@@ -195,6 +207,8 @@ class StoreLimits:
     """Item numbers in the seen set; even, because it forgets by halves."""
     identity_limit: int = 1024
     """Event identities per subject."""
+    slate_limit: int = 32
+    """Slates kept of a subject; beyond it the oldest are forgotten."""
     outbox_limit: int = 10_000
     """Entries in each of the 256 outbox streams; at the limit writes are refused."""
     unknown_limit: int = 100_000
@@ -211,6 +225,8 @@ class StoreLimits:
                 f"tombstone_ttl_s is {self.tombstone_ttl_s}; it must be at least 30 d "
                 f"and at least user_ttl_s ({self.user_ttl_s})"
             )
+        if self.slate_ttl_s > MAX_SLATE_TTL_S:
+            raise ValueError(f"slate_ttl_s is {self.slate_ttl_s}; it must be at most a day ({MAX_SLATE_TTL_S})")
         if self.unknown_limit > MAX_ITEM_NUMBER - UNKNOWN_BASE:
             raise ValueError(f"unknown_limit is {self.unknown_limit}; numbers end at 2**32, so at most 2**31")
 
@@ -221,6 +237,15 @@ class StoreLimits:
     def ttl_of_state_s(self, subject: Subject) -> int:
         """Life time of a subject's encoded states."""
         return min(self.state_ttl_s, self.ttl_s(subject))
+
+    def ttl_of_slates_s(self, subject: Subject | None) -> int:
+        """Life time of the slates served to a subject, or for a history that nobody stores."""
+        return self.slate_ttl_s if subject is None else min(self.slate_ttl_s, self.ttl_s(subject))
+
+    @property
+    def slates_forgotten(self) -> int:
+        """How many of the oldest slates make room together: a full list costs a further round trip once in a while."""
+        return max(1, self.slate_limit // 4)
 
     def ttl_of_identities_s(self, subject: Subject) -> int:
         """Life time of a subject's event identities."""
@@ -272,6 +297,69 @@ class Store(Protocol):
         """
         ...
 
+    async def absorb(
+        self, user_id: str, session_id: str, events: Sequence[Event], seen: Sequence[int]
+    ) -> list[AppendStatus]:
+        """Store a session's events as the user's, as `append` does; a status for each.
+
+        The outbox already tells of them under the session: it gets one `merge` entry instead, when anything was new.
+
+        Args:
+            user_id: who takes them.
+            session_id: whose they are.
+            events: with identities, so that a repetition finds duplicates.
+            seen: numbers that only go into the seen set, before those of the events. A user with a tombstone does not
+                take them: they have no date that could be compared with the erasure's.
+
+        Raises:
+            OutboxFull: the `merge` entry does not fit into the outbox.
+            CatalogMismatch: the user's record was written under another catalogue lineage.
+            ValueError: more than MAX_EVENTS_PER_CALL events.
+        """
+        ...
+
+    async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
+        """Empty a session that is as it was read; False, and nothing removed, when it has had events since.
+
+        Its identities stay for their time, so that an event which is delivered once more is a duplicate still. A later
+        event begins the session anew, in a higher epoch. Harmless to repeat, and a repetition completes an interrupted
+        call.
+
+        Args:
+            session_id: which one.
+            read: the record that `load` gave; None when there was none.
+        """
+        ...
+
+    async def save_slate(
+        self, recommendation_id: str, subject: Subject | None, made_ms: int, asked: bytes, page: bytes
+    ) -> bool:
+        """Keep a served slate; False, and nothing written, when its subject was erased, or its session merged, since.
+
+        Args:
+            recommendation_id: begins with its bucket, which is the subject's if there is one.
+            subject: whom it was made for; None for a history that was told.
+            made_ms: when the subject was read for it, since 1970.
+            asked: what the further pages are made from.
+            page: the first one.
+        """
+        ...
+
+    async def load_slate(self, recommendation_id: str) -> list[bytes] | None:
+        """What was asked, then the pages in order; None when there is no such slate any more."""
+        ...
+
+    async def append_page(self, recommendation_id: str, num_pages: int, page: bytes) -> bool:
+        """Add a page to a slate of `num_pages`; False, and nothing written, when it has others or is gone.
+
+        Of callers who add to one slate at the same time exactly one is told True.
+        """
+        ...
+
+    async def slates(self, subject: Subject) -> list[SlateRef]:
+        """The subject's kept slates, oldest first."""
+        ...
+
     async def erase(self, user_id: str) -> bool:
         """Remove every trace of a user; True when there was one here. Harmless to repeat.
 
@@ -299,6 +387,10 @@ class Store(Protocol):
         Raises:
             ValueError: not 1–128 letters, digits, dots, hyphens and underscores.
         """
+        ...
+
+    def keep_at_least(self, max_len: int) -> None:
+        """Keep so many events per subject from now on, if fewer were kept; a smaller number changes nothing."""
         ...
 
     async def outbox_fill(self) -> float:

@@ -16,6 +16,7 @@ from service.states.interface import (
     Event,
     Loaded,
     OutboxFull,
+    SlateRef,
     StoreLimits,
     Subject,
     UnknownItemsFull,
@@ -29,6 +30,8 @@ from service.states.scripts import bucket, check_model_version
 MAX_STATES = 1024
 """Encoded states kept of users, and as many of sessions, those saved last: a cache takes about 1 KB an event, and a
 state that is not kept is only computed again."""
+MAX_SLATES = 1024
+"""Slates kept for users, as many for sessions and as many for told histories, those served last."""
 
 
 @dataclass(slots=True)
@@ -40,15 +43,32 @@ class _History:
     events: list[tuple[int, int, float]] = field(default_factory=list)
     old_seen: set[int] = field(default_factory=set)
     young_seen: set[int] = field(default_factory=set)
-    identities: deque[bytes] = field(default_factory=deque)
     expires_ms: int = 0
-    identities_expire_ms: int = 0
+
+
+@dataclass(slots=True)
+class _Identities:
+    """Of a subject's last events, oldest first."""
+
+    hashes: deque[bytes] = field(default_factory=deque)
+    expires_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Tombstone:
-    erased_ms: int
+    """Of a user's erasure, or of a session's merge."""
+
+    at_ms: int
     next_epoch: int
+    expires_ms: int
+
+
+@dataclass(slots=True)
+class _KeptSlate:
+    """What was asked, and the pages."""
+
+    subject: Subject | None
+    parts: list[bytes]
     expires_ms: int
 
 
@@ -59,7 +79,7 @@ class _KeptState:
 
 
 Key = TypeVar("Key")
-Expiring = TypeVar("Expiring", _History, _Tombstone, _KeptState)
+Expiring = TypeVar("Expiring", _History, _Identities, _Tombstone, _KeptState, _KeptSlate)
 
 
 class MemoryStore:
@@ -79,7 +99,19 @@ class MemoryStore:
             "user": OrderedDict(),
             "session": OrderedDict(),
         }
-        self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
+        self._slates: dict[str, OrderedDict[str, _KeptSlate]] = {
+            "user": OrderedDict(),
+            "session": OrderedDict(),
+            "nobody": OrderedDict(),
+        }
+        self._tombstones: dict[str, OrderedDict[str, _Tombstone]] = {
+            "user": OrderedDict(),
+            "session": OrderedDict(),
+        }
+        self._identities: dict[str, OrderedDict[str, _Identities]] = {
+            "user": OrderedDict(),
+            "session": OrderedDict(),
+        }
         self._outbox: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
         self._numbers: dict[str, int] = {}
         self._item_ids: dict[int, str] = {}
@@ -112,16 +144,29 @@ class MemoryStore:
 
     async def append(self, subject: Subject, events: Sequence[Event]) -> list[AppendStatus]:
         """As in `Store`."""
+        return self._append(subject, events, merged_from=None, seen=())
+
+    async def absorb(
+        self, user_id: str, session_id: str, events: Sequence[Event], seen: Sequence[int]
+    ) -> list[AppendStatus]:
+        """As in `Store`."""
+        return self._append(Subject("user", user_id), events, session_id, seen)
+
+    def _append(
+        self, subject: Subject, events: Sequence[Event], merged_from: str | None, seen: Sequence[int]
+    ) -> list[AppendStatus]:
         check_batch(events)
         self._forget_expired()
         now_ms = self._clock()
-        tombstone = self._tombstones.get(subject.id) if subject.kind == "user" else None
+        tombstone = self._tombstones[subject.kind].get(subject.id)
+        erased_ms = tombstone.at_ms if tombstone and subject.kind == "user" else None
         history = self._histories[subject.kind].get(subject.id)
-        known = set(history.identities) if history and history.identities_expire_ms > now_ms else set()
+        identities = self._identities[subject.kind].get(subject.id, _Identities())
+        known = set(identities.hashes)
         statuses: list[AppendStatus] = []
         accepted: list[Event] = []
         for event in events:
-            if tombstone is not None and self._is_refused(event, tombstone, now_ms):
+            if erased_ms is not None and self._is_refused(event, erased_ms, now_ms):
                 statuses.append(AppendStatus.erased)
             elif event.identity in known:
                 statuses.append(AppendStatus.duplicate)
@@ -130,25 +175,33 @@ class MemoryStore:
                 accepted.append(event)
                 if event.identity is not None:
                     known.add(event.identity)
-        if not accepted:
+        numbers = [*(seen if erased_ms is None else ()), *(event.item_number for event in accepted)]
+        if not numbers:
             return statuses
         outbox = self._outbox[bucket(subject.id)]
-        if len(outbox) + len(accepted) > self._limits.outbox_limit:
+        num_entries = len(accepted) if merged_from is None else 1
+        if len(outbox) + num_entries > self._limits.outbox_limit:
             raise OutboxFull(self._limits.outbox_limit)
         if history is None:
             history = _History(epoch=max(now_ms // 1000, tombstone.next_epoch if tombstone else 0))
             self._histories[subject.kind][subject.id] = history
         self._add_to_history(history, accepted)
-        self._add_to_seen(history, [event.item_number for event in accepted])
-        self._add_identities(history, accepted, now_ms)
-        self._extend_life(subject, history, now_ms)
-        outbox.extend(_outbox_entry(subject, event) for event in accepted)
+        is_new = self._add_to_seen(history, numbers)
+        self._add_identities(subject, identities, accepted, now_ms)
+        history.expires_ms = now_ms + self._limits.ttl_s(subject) * 1000
+        self._histories[subject.kind].move_to_end(subject.id)
+        if merged_from is None:
+            outbox.extend(_outbox_entry(subject, event) for event in accepted)
+        elif accepted or is_new:
+            outbox.append(
+                {"kind": "merge", "user_id": subject.id, "session_id": merged_from, "timestamp_ms": str(now_ms)}
+            )
         return statuses
 
-    def _is_refused(self, event: Event, tombstone: _Tombstone, now_ms: int) -> bool:
+    def _is_refused(self, event: Event, erased_ms: int, now_ms: int) -> bool:
         if event.undated:
-            return now_ms < tombstone.erased_ms + self._limits.undated_refusal_s * 1000
-        return event.timestamp_ms <= tombstone.erased_ms
+            return now_ms < erased_ms + self._limits.undated_refusal_s * 1000
+        return event.timestamp_ms <= erased_ms
 
     def _add_to_history(self, history: _History, events: list[Event]) -> None:
         is_late = False
@@ -165,27 +218,100 @@ class MemoryStore:
             history.count += 1
         history.epoch += is_late
 
-    def _add_to_seen(self, history: _History, numbers: list[int]) -> None:
+    def _add_to_seen(self, history: _History, numbers: list[int]) -> bool:
+        """Whether any was new."""
         held = history.old_seen | history.young_seen
-        for number in dict.fromkeys(numbers):
-            if number in held:
-                continue
+        new = [number for number in dict.fromkeys(numbers) if number not in held]
+        for number in new:
             if len(history.young_seen) == self._limits.seen_limit // 2:
                 history.old_seen, history.young_seen = history.young_seen, set()
             history.young_seen.add(number)
+        return bool(new)
 
-    def _add_identities(self, history: _History, events: list[Event], now_ms: int) -> None:
-        if history.identities_expire_ms <= now_ms:
-            history.identities.clear()
-        history.identities.extend(event.identity for event in events if event.identity is not None)
-        while len(history.identities) > self._limits.identity_limit:
-            history.identities.popleft()
+    def _add_identities(self, subject: Subject, identities: _Identities, events: list[Event], now_ms: int) -> None:
+        identities.hashes.extend(event.identity for event in events if event.identity is not None)
+        while len(identities.hashes) > self._limits.identity_limit:
+            identities.hashes.popleft()
+        if identities.hashes:
+            identities.expires_ms = now_ms + self._limits.ttl_of_identities_s(subject) * 1000
+            self._identities[subject.kind][subject.id] = identities
+            self._identities[subject.kind].move_to_end(subject.id)
 
-    def _extend_life(self, subject: Subject, history: _History, now_ms: int) -> None:
-        history.expires_ms = now_ms + self._limits.ttl_s(subject) * 1000
-        if history.identities:
-            history.identities_expire_ms = now_ms + self._limits.ttl_of_identities_s(subject) * 1000
-        self._histories[subject.kind].move_to_end(subject.id)
+    async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
+        """As in `Store`."""
+        self._forget_expired()
+        history = self._histories["session"].get(session_id)
+        if history is not None:
+            num_seen = len(history.old_seen) + len(history.young_seen)
+            if read is None or (read.count, read.epoch, len(read.seen)) != (history.count, history.epoch, num_seen):
+                return False
+            self._bury(Subject("session", session_id), history.epoch + 1, self._limits.session_ttl_s)
+            del self._histories["session"][session_id]
+        self._forget_served(Subject("session", session_id))
+        return True
+
+    def _bury(self, subject: Subject, next_epoch: int, ttl_s: int) -> None:
+        now_ms, tombstones = self._clock(), self._tombstones[subject.kind]
+        tombstones[subject.id] = _Tombstone(now_ms, next_epoch, now_ms + ttl_s * 1000)
+        tombstones.move_to_end(subject.id)
+
+    def _forget_served(self, subject: Subject) -> int:
+        """Remove a subject's states and slates; how many there were."""
+        states, slates = self._states[subject.kind], self._slates[subject.kind]
+        old_states = [key for key in states if key[0] == subject.id]
+        old_slates = self._slate_ids(subject)
+        for key in old_states:
+            del states[key]
+        for slate_id in old_slates:
+            del slates[slate_id]
+        return len(old_states) + len(old_slates)
+
+    def _slate_ids(self, subject: Subject) -> list[str]:
+        return [slate_id for slate_id, kept in self._slates[subject.kind].items() if kept.subject == subject]
+
+    async def save_slate(
+        self, recommendation_id: str, subject: Subject | None, made_ms: int, asked: bytes, page: bytes
+    ) -> bool:
+        """As in `Store`."""
+        self._forget_expired()
+        slates = self._slates["nobody" if subject is None else subject.kind]
+        if subject is not None:
+            tombstone = self._tombstones[subject.kind].get(subject.id)
+            if tombstone is not None and made_ms <= tombstone.at_ms:
+                return False
+            kept = self._slate_ids(subject)
+            if len(kept) >= self._limits.slate_limit:
+                for slate_id in kept[: self._limits.slates_forgotten]:
+                    del slates[slate_id]
+        expires_ms = self._clock() + self._limits.ttl_of_slates_s(subject) * 1000
+        slates[recommendation_id] = _KeptSlate(subject, [asked, page], expires_ms)
+        if len(slates) > MAX_SLATES:
+            slates.popitem(last=False)
+        return True
+
+    async def load_slate(self, recommendation_id: str) -> list[bytes] | None:
+        """As in `Store`."""
+        slate = self._slate(recommendation_id)
+        return None if slate is None else list(slate.parts)
+
+    async def append_page(self, recommendation_id: str, num_pages: int, page: bytes) -> bool:
+        """As in `Store`."""
+        slate = self._slate(recommendation_id)
+        if slate is None or len(slate.parts) != num_pages + 1:
+            return False
+        slate.parts.append(page)
+        return True
+
+    def _slate(self, recommendation_id: str) -> _KeptSlate | None:
+        self._forget_expired()
+        found = (slates.get(recommendation_id) for slates in self._slates.values())
+        return next((slate for slate in found if slate is not None), None)
+
+    async def slates(self, subject: Subject) -> list[SlateRef]:
+        """As in `Store`."""
+        self._forget_expired()
+        slates = self._slates[subject.kind]
+        return [SlateRef(slate_id, slates[slate_id].expires_ms) for slate_id in self._slate_ids(subject)]
 
     async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
         """As in `Store`."""
@@ -204,27 +330,24 @@ class MemoryStore:
     async def erase(self, user_id: str) -> bool:
         """As in `Store`."""
         self._forget_expired()
-        now_ms = self._clock()
+        subject, now_ms = Subject("user", user_id), self._clock()
         history = self._histories["user"].pop(user_id, None)
-        for key in [key for key in self._states["user"] if key[0] == user_id]:
-            del self._states["user"][key]
-        earlier = self._tombstones.pop(user_id, None)
-        self._tombstones[user_id] = _Tombstone(
-            erased_ms=now_ms,
-            next_epoch=max(
-                now_ms // 1000 + 1,
-                history.epoch + 1 if history else 0,
-                earlier.next_epoch if earlier else 0,
-            ),
-            expires_ms=now_ms + self._limits.tombstone_ttl_s * 1000,
+        num_removed = self._forget_served(subject) + (history is not None)
+        num_removed += self._identities["user"].pop(user_id, None) is not None
+        earlier = self._tombstones["user"].get(user_id)
+        next_epochs = (
+            now_ms // 1000 + 1,
+            history.epoch + 1 if history else 0,
+            earlier.next_epoch if earlier else 0,
         )
+        self._bury(subject, max(next_epochs), self._limits.tombstone_ttl_s)
         outbox = self._outbox[bucket(user_id)]
         others = [entry for entry in outbox if entry["kind"] == "erase" or entry.get("user_id") != user_id]
-        num_removed = len(outbox) - len(others)
+        num_removed += len(outbox) - len(others)
         if history is not None or earlier is None:
             others.append({"kind": "erase", "user_id": user_id, "timestamp_ms": str(now_ms)})
         outbox[:] = others
-        return history is not None or num_removed > 0
+        return num_removed > 0
 
     async def numbers_for_unknown(self, item_ids: Sequence[str]) -> dict[str, int]:
         """As in `Store`."""
@@ -245,6 +368,10 @@ class MemoryStore:
         """As in `Store`; here an erasure looks through all states, so nothing needs to be remembered."""
         check_model_version(model_version)
 
+    def keep_at_least(self, max_len: int) -> None:
+        """As in `Store`."""
+        self._limits = replace(self._limits, max_len=max(max_len, self._limits.max_len))
+
     async def outbox_fill(self) -> float:
         """As in `Store`."""
         return max(map(len, self._outbox.values()), default=0) / self._limits.outbox_limit
@@ -263,8 +390,11 @@ class MemoryStore:
         now_ms = self._clock()
         for kind in ("user", "session"):
             _pop_expired(self._histories[kind], now_ms)
+            _pop_expired(self._identities[kind], now_ms)
             _pop_expired(self._states[kind], now_ms)
-        _pop_expired(self._tombstones, now_ms)
+            _pop_expired(self._tombstones[kind], now_ms)
+        for slates in self._slates.values():
+            _pop_expired(slates, now_ms)
 
 
 def _pop_expired(expiring: OrderedDict[Key, Expiring], now_ms: int) -> None:

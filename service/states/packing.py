@@ -7,7 +7,8 @@
                     mean f32 × D | precision f32 × D | cache
     cache           timestamps f64 × S | log_precision f32 × Y·S | key f32 × Y·H·S·C | value f32 × Y·H·S·C; Y, H, S and
                     C are 0 when there is none
-    tombstone       schema u8 | subject hash 8 | erased at, in ms u48 | next epoch u32
+    tombstone       kind u8, 1 of a user's erasure, 2 of a session's merge | subject hash 8 | when, in ms u48 |
+                    next epoch u32
 
 `old` and `young` are ascending item numbers, each as its difference from the one before, in LEB128 varints
 (the first from 0). The shapes of a state are those of `service.filtered`. The subject hash is checked on every read:
@@ -16,6 +17,7 @@ bytes under the wrong key are never used.
 
 import math
 import struct
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -73,6 +75,11 @@ def pack_entry(event: Event) -> bytes:
         event.timestamp_ms >> 32,
         bfloat16_bits(event.weight),
     )
+
+
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """Item numbers, 4 bytes each."""
+    return np.asarray(numbers, dtype="<u4").tobytes()
 
 
 def is_record_of(value: bytes | None, owner: bytes) -> bool:

@@ -7,6 +7,7 @@ reply was read, and no reply reaches another caller. There are no retries: the c
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -24,10 +25,12 @@ from service.states.interface import (
     Event,
     Loaded,
     OutboxFull,
+    SlateRef,
     StateUnavailable,
     StoreLimits,
     Subject,
     UnknownItemsFull,
+    UserRecord,
     check_batch,
     wall_clock_ms,
 )
@@ -36,6 +39,7 @@ from service.states.packing import (
     lineage_hash,
     lineage_of_record,
     pack_entry,
+    pack_numbers,
     pack_state,
     subject_hash,
     unpack_record,
@@ -81,7 +85,7 @@ class RedisStore:
         self._lineage = lineage
         self._limits = limits
         self._clock = clock
-        self._client = _connect(url, timeout_ms / 1000, cluster)
+        self._client = connect(url, timeout_ms / 1000, cluster)
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._registered_ms: dict[str, int] = {}
 
@@ -101,8 +105,19 @@ class RedisStore:
 
     async def append(self, subject: Subject, events: Sequence[Event]) -> list[AppendStatus]:
         """As in `Store`."""
+        return await self._append(subject, events, merged_from="", seen=())
+
+    async def absorb(
+        self, user_id: str, session_id: str, events: Sequence[Event], seen: Sequence[int]
+    ) -> list[AppendStatus]:
+        """As in `Store`."""
+        return await self._append(Subject("user", user_id), events, session_id, seen)
+
+    async def _append(
+        self, subject: Subject, events: Sequence[Event], merged_from: str, seen: Sequence[int]
+    ) -> list[AppendStatus]:
         check_batch(events)
-        if not events:
+        if not events and not seen:
             return []
         keys = scripts.SubjectKeys.of(subject)
         limits = self._limits
@@ -119,6 +134,8 @@ class RedisStore:
             limits.undated_refusal_s * 1000,
             f"{subject.kind}_id",
             subject.id,
+            merged_from,
+            pack_numbers(seen),
         ]
         for event in events:
             arguments += [
@@ -145,6 +162,96 @@ class RedisStore:
         if outcome == b"layout":
             raise StateUnavailable(unreadable_layout(details[0]))
         return [_STATUSES[digit] for digit in details[0].decode()]
+
+    async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
+        """As in `Store`."""
+        return await self._send(self._close_session(Subject("session", session_id), read))
+
+    async def _close_session(self, subject: Subject, read: UserRecord | None) -> bool:
+        keys = scripts.SubjectKeys.of(subject)
+        as_read = (-1, -1, -1) if read is None else (read.count, read.epoch, len(read.seen))
+        is_empty: int = await self._run(
+            scripts.CLOSE_SESSION,
+            [keys.record, keys.seen, keys.tombstone],
+            [self._clock(), subject_hash(subject), self._limits.session_ttl_s, *as_read],
+        )
+        if is_empty:
+            await self._forget_served(subject)
+        return bool(is_empty)
+
+    async def save_slate(
+        self, recommendation_id: str, subject: Subject | None, made_ms: int, asked: bytes, page: bytes
+    ) -> bool:
+        """As in `Store`."""
+        return await self._send(self._save_slate(recommendation_id, subject, made_ms, asked, page))
+
+    async def _save_slate(
+        self, recommendation_id: str, subject: Subject | None, made_ms: int, asked: bytes, page: bytes
+    ) -> bool:
+        slate, limits = scripts.slate_key(recommendation_id), self._limits
+        arguments: list[Any] = [asked, page, limits.ttl_of_slates_s(subject)]
+        if subject is None:
+            return bool(await self._run(scripts.SAVE_SLATE, [slate], arguments))
+        keys = scripts.SubjectKeys.of(subject)
+        arguments += [
+            subject_hash(subject),
+            made_ms,
+            limits.slate_limit,
+            limits.slates_forgotten,
+            recommendation_id,
+        ]
+        forgotten: list[str] = []
+        while True:
+            outcome: int | list[bytes] = await self._run(
+                scripts.SAVE_SLATE,
+                [slate, keys.recommendations, keys.tombstone, *map(scripts.slate_key, forgotten)],
+                [*arguments, *forgotten],
+            )
+            if isinstance(outcome, int):
+                return bool(outcome)
+            forgotten = [each.decode() for each in outcome]
+
+    async def load_slate(self, recommendation_id: str) -> list[bytes] | None:
+        """As in `Store`."""
+        key = scripts.slate_key(recommendation_id)
+        reply: list[bytes] = await self._send(self._run(scripts.LOAD_SLATE, [key], []))
+        return reply or None
+
+    async def append_page(self, recommendation_id: str, num_pages: int, page: bytes) -> bool:
+        """As in `Store`."""
+        key = scripts.slate_key(recommendation_id)
+        return bool(await self._send(self._run(scripts.APPEND_PAGE, [key], [num_pages, page])))
+
+    async def slates(self, subject: Subject) -> list[SlateRef]:
+        """As in `Store`."""
+        return await self._send(self._slates(subject))
+
+    async def _slates(self, subject: Subject) -> list[SlateRef]:
+        ids = await self._slate_ids(subject)
+        if not ids:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for recommendation_id in ids:
+            pipeline.execute_command("PTTL", scripts.slate_key(recommendation_id))
+        now_ms, lives_ms = self._clock(), await pipeline.execute()
+        # Negative: it has expired, and is still in the list.
+        return [SlateRef(each, now_ms + life) for each, life in zip(ids, lives_ms, strict=True) if life >= 0]
+
+    async def _slate_ids(self, subject: Subject) -> list[str]:
+        key = scripts.SubjectKeys.of(subject).recommendations
+        return [each.decode() for each in await self._client.execute_command("LRANGE", key, 0, -1)]
+
+    async def _forget_served(self, subject: Subject) -> int:
+        """Remove a subject's states and slates; how many there were."""
+        keys = scripts.SubjectKeys.of(subject)
+        num_removed = 0
+        if versions := await self._client.execute_command("ZRANGE", scripts.MODELS_KEY, 0, -1):
+            states = (keys.state(version.decode()) for version in versions)
+            num_removed += await self._client.execute_command("UNLINK", *states)
+        if ids := await self._slate_ids(subject):
+            slates = map(scripts.slate_key, ids)
+            num_removed += await self._run(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
+        return num_removed
 
     async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
         """As in `Store`."""
@@ -176,15 +283,7 @@ class RedisStore:
             [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox],
             [self._clock(), subject_hash(subject), self._limits.tombstone_ttl_s, user_id],
         )
-        model_versions = await self._client.execute_command("ZRANGE", scripts.MODELS_KEY, 0, -1)
-        slates = await self._client.execute_command("LRANGE", keys.recommendations, 0, -1)
-        bucket = scripts.bucket(user_id)
-        num_removed += await self._client.execute_command(
-            "UNLINK",
-            keys.recommendations,
-            *(scripts.recommendation_key(bucket, slate.decode()) for slate in slates),
-            *(keys.state(version.decode()) for version in model_versions),
-        )
+        num_removed += await self._forget_served(subject)
         if last_id:
             num_removed += await self._erase_outbox(keys.outbox, user_id, last_id)
         return num_removed > 0
@@ -235,6 +334,10 @@ class RedisStore:
         await self._send(pipeline.execute())
         self._registered_ms[model_version] = now_ms
 
+    def keep_at_least(self, max_len: int) -> None:
+        """As in `Store`."""
+        self._limits = replace(self._limits, max_len=max(max_len, self._limits.max_len))
+
     async def outbox_fill(self) -> float:
         """As in `Store`."""
         pipeline = self._client.pipeline(transaction=False)
@@ -281,7 +384,7 @@ class RedisStore:
             task.exception()
 
 
-def _connect(url: str, timeout_s: float, cluster: bool) -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
+def connect(url: str, timeout_s: float, cluster: bool) -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
     """A client, not connected yet. RESP2 without client information: connecting adds no round trip."""
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,

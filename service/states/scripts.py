@@ -44,6 +44,16 @@ def recommendation_key(bucket_name: str, recommendation_id: str) -> str:
     return f"bft:1:{{{bucket_name}}}:r:{recommendation_id}"
 
 
+def bucket_of_slate(recommendation_id: str) -> str:
+    """The bucket that a recommendation's id begins with."""
+    return recommendation_id.partition("-")[0]
+
+
+def slate_key(recommendation_id: str) -> str:
+    """A served slate: hash of `a`, what was asked, and `p0`, `p1` …, its pages."""
+    return recommendation_key(bucket_of_slate(recommendation_id), recommendation_id)
+
+
 def check_model_version(model_version: str) -> None:
     """A version has no colon, so that a state's key names one subject and one version.
 
@@ -66,7 +76,7 @@ class SubjectKeys(NamedTuple):
     identities: str
     """d: the last event identities, 8 bytes each, oldest first."""
     tombstone: str
-    """x: erasure; never written for a session."""
+    """x: a user's erasure, or that a session was merged."""
     recommendations: str
     """ri: list of the ids of the slates served to the subject."""
     outbox: str
@@ -110,17 +120,19 @@ APPEND = Script("""
 --       8 item numbers in one half of the seen set     9 identities kept
 --      10 how long an erasure refuses undated events, ms
 --      11 'user_id' or 'session_id', the outbox field  12 subject id
---      13… eight for each event: entry (12 bytes), '1' if undated else '0', identity (8 bytes or ''),
+--      13 the session that these are merged from, or ''
+--      14 numbers that only go into the seen set, packed u32, or ''
+--      15… eight for each event: entry (12 bytes), '1' if undated else '0', identity (8 bytes or ''),
 --          item id, type or '', weight in decimals, event id or '', recommendation id or ''
 -- Returns {'ok', statuses}: a digit per event, 0 accepted, 1 duplicate, 2 refused by an erasure;
 --         {'layout', schema}, {'lineage'} or {'outbox_full'}: nothing was written.
-local SCHEMA, ENTRY, HIGH = 1, 12, 4294967296
+local SCHEMA, ERASED, ENTRY, HIGH = 1, 1, 12, 4294967296
 local byte, char, floor, sub = string.byte, string.char, math.floor, string.sub
 local now_ms, subject_hash, lineage_hash = tonumber(ARGV[1]), ARGV[2], ARGV[3]
 local subject_ttl_s, identity_ttl_s = ARGV[4], ARGV[5]
 local max_len, outbox_limit = tonumber(ARGV[6]), tonumber(ARGV[7])
 local half_limit, identity_limit = tonumber(ARGV[8]), tonumber(ARGV[9])
-local undated_refusal_ms = tonumber(ARGV[10])
+local undated_refusal_ms, merged_from = tonumber(ARGV[10]), ARGV[13]
 
 -- Seen set ------------------------------------------------------------------------------------------------
 
@@ -252,7 +264,8 @@ local erased_ms, count, epoch, entries = -1, 0, floor(now_ms / 1000), ''
 local tombstone = redis.call('GET', KEYS[4])
 if tombstone and sub(tombstone, 2, 9) == subject_hash then
   local low, high, next_epoch = struct.unpack('<I4I2I4', tombstone, 10)
-  erased_ms, epoch = low + high * HIGH, math.max(epoch, next_epoch)
+  epoch = math.max(epoch, next_epoch)
+  if byte(tombstone) == ERASED then erased_ms = low + high * HIGH end
 end
 local record = redis.call('GET', KEYS[1])
 if record and byte(record) ~= SCHEMA then return {'layout', byte(record) or 0} end
@@ -266,7 +279,10 @@ local identities = redis.call('GET', KEYS[3]) or ''
 -- Decide --------------------------------------------------------------------------------------------------
 
 local statuses, accepted, numbers, late = {}, {}, {}, false
-for first = 13, #ARGV, 8 do
+if erased_ms < 0 then
+  for position = 1, #ARGV[14], 4 do numbers[#numbers + 1] = struct.unpack('<I4', ARGV[14], position) end
+end
+for first = 15, #ARGV, 8 do
   local entry, undated, identity = ARGV[first], ARGV[first + 1] == '1', ARGV[first + 2]
   local timestamp = timestamp_of(entry, 0)
   local status = '0'
@@ -292,8 +308,9 @@ for first = 13, #ARGV, 8 do
   end
   statuses[#statuses + 1] = status
 end
-if #accepted == 0 then return {'ok', table.concat(statuses)} end
-if redis.call('XLEN', KEYS[5]) + #accepted > outbox_limit then return {'outbox_full'} end
+if #numbers == 0 then return {'ok', table.concat(statuses)} end
+local num_entries = merged_from == '' and #accepted or 1
+if redis.call('XLEN', KEYS[5]) + num_entries > outbox_limit then return {'outbox_full'} end
 if late then epoch = epoch + 1 end
 local seen = updated_seen(redis.call('GET', KEYS[2]), numbers)
 
@@ -308,6 +325,13 @@ else
 end
 if identities ~= '' then
   redis.call('SET', KEYS[3], sub(identities, -identity_limit * 8), 'EX', identity_ttl_s)
+end
+if merged_from ~= '' then
+  if seen or #accepted > 0 then
+    redis.call('XADD', KEYS[5], '*', 'kind', 'merge', ARGV[11], ARGV[12], 'session_id', merged_from,
+      'timestamp_ms', ARGV[1])
+  end
+  return {'ok', table.concat(statuses)}
 end
 for _, first in ipairs(accepted) do
   redis.call('XADD', KEYS[5], '*', 'kind', 'event', ARGV[11], ARGV[12], 'item_id', ARGV[first + 3],
@@ -353,6 +377,91 @@ redis.call('SET', KEYS[2], ARGV[4], 'EX', ARGV[5])
 return 1
 """)
 
+CLOSE_SESSION = Script("""
+-- Empty a session that is as it was read, and note in which epoch the next one begins.
+-- KEYS  1 record  2 seen set  3 mark of the merge
+-- ARGV  1 now, ms  2 subject hash, 8 bytes  3 life time of the mark, s
+--       4 count  5 epoch  6 size of the seen set, all as read; -1 when there was no record
+-- Returns 1 when it is empty now; 0 when it has had events since.
+local header = redis.call('GETRANGE', KEYS[1], 0, 24)
+if #header < 25 or string.byte(header) ~= 1 or string.sub(header, 2, 9) ~= ARGV[2] then return 1 end
+local count, epoch = struct.unpack('<I4I4', header, 18)
+local seen, num_seen = redis.call('GETRANGE', KEYS[2], 0, 12), 0
+if #seen == 13 and string.sub(seen, 2, 9) == ARGV[2] then
+  local old_count, young_count = struct.unpack('<I2I2', seen, 10)
+  num_seen = old_count + young_count
+end
+if count ~= tonumber(ARGV[4]) or epoch ~= tonumber(ARGV[5]) or num_seen ~= tonumber(ARGV[6]) then return 0 end
+local now_ms = tonumber(ARGV[1])
+local time = struct.pack('<I4I2', now_ms % 4294967296, math.floor(now_ms / 4294967296))
+redis.call('SET', KEYS[3], string.char(2) .. ARGV[2] .. time .. struct.pack('<I4', epoch + 1), 'EX', ARGV[3])
+redis.call('DEL', KEYS[1], KEYS[2])
+return 1
+""")
+
+SAVE_SLATE = Script("""
+-- Keep the first page of a slate, and list it with its subject.
+-- KEYS  1 slate; for a subject also  2 its list of slates  3 its tombstone  4… slates to forget
+-- ARGV  1 what was asked  2 the page  3 life time, s; for a subject also  4 subject hash, 8 bytes
+--       5 when the subject was read, ms  6 slates in a list  7 how many to forget of a full one
+--       8 id of the slate  9… ids of the slates to forget
+-- Returns 1 when written; 0 when the subject was erased or merged since it was read; or, when its list is full, the ids
+--         to forget: nothing was written, call again with these.
+if #KEYS > 1 then
+  for index = 4, #KEYS do
+    redis.call('DEL', KEYS[index])
+    redis.call('LREM', KEYS[2], 1, ARGV[index + 5])
+  end
+  local tombstone = redis.call('GET', KEYS[3])
+  if tombstone and string.sub(tombstone, 2, 9) == ARGV[4] then
+    local low, high = struct.unpack('<I4I2', tombstone, 10)
+    if tonumber(ARGV[5]) <= low + high * 4294967296 then return 0 end
+  end
+  if redis.call('LLEN', KEYS[2]) >= tonumber(ARGV[6]) then
+    return redis.call('LRANGE', KEYS[2], 0, ARGV[7] - 1)
+  end
+  redis.call('RPUSH', KEYS[2], ARGV[8])
+  redis.call('EXPIRE', KEYS[2], ARGV[3])
+end
+redis.call('HSET', KEYS[1], 'a', ARGV[1], 'p0', ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return 1
+""")
+
+LOAD_SLATE = Script("""
+-- Read a slate.
+-- KEYS  1 slate
+-- Returns {what was asked, the pages in order}; {} when it is gone.
+local fields, slate = redis.call('HGETALL', KEYS[1]), {}
+for index = 1, #fields, 2 do slate[fields[index]] = fields[index + 1] end
+local result = {slate['a']}
+while slate['p' .. #result - 1] do result[#result + 1] = slate['p' .. #result - 1] end
+return result
+""")
+
+APPEND_PAGE = Script("""
+-- Add a page to a slate that has so many; its life time stays.
+-- KEYS  1 slate
+-- ARGV  1 number of pages  2 the page
+-- Returns 1 when written; 0 when the slate has another number of pages, or is gone.
+if redis.call('HLEN', KEYS[1]) ~= ARGV[1] + 1 then return 0 end
+redis.call('HSET', KEYS[1], 'p' .. ARGV[1], ARGV[2])
+return 1
+""")
+
+FORGET_SLATES = Script("""
+-- Remove slates of a subject, and take them off its list.
+-- KEYS  1 list of slates  2… slates
+-- ARGV  1… their ids
+-- Returns the number of slates that were there.
+local removed = 0
+for index = 2, #KEYS do
+  removed = removed + redis.call('DEL', KEYS[index])
+  redis.call('LREM', KEYS[1], 1, ARGV[index - 1])
+end
+return removed
+""")
+
 ERASE = Script("""
 -- Erase a user's history: tombstone, outbox entry and removal together.
 -- KEYS  1 record  2 seen set  3 identities  4 tombstone  5 outbox stream
@@ -382,7 +491,7 @@ return {removed, last[1] and last[1][1] or ''}
 """)
 
 ERASE_OUTBOX_PAGE = Script("""
--- Remove one user's events from one page of an outbox stream; `erase` entries stay.
+-- Remove one user's events and merges from one page of an outbox stream; `erase` entries stay.
 -- KEYS  1 outbox stream
 -- ARGV  1 user id  2 first entry id of the page ('-' or '(' .. id)  3 last entry id  4 entries in a page
 -- Returns {entries removed, id of the last entry looked at, or '' when the page was not full}.
@@ -391,7 +500,7 @@ local ids = {}
 for _, entry in ipairs(page) do
   local fields = {}
   for index = 1, #entry[2], 2 do fields[entry[2][index]] = entry[2][index + 1] end
-  if fields['kind'] == 'event' and fields['user_id'] == ARGV[1] then ids[#ids + 1] = entry[1] end
+  if fields['kind'] ~= 'erase' and fields['user_id'] == ARGV[1] then ids[#ids + 1] = entry[1] end
 end
 local removed = #ids > 0 and redis.call('XDEL', KEYS[1], unpack(ids)) or 0
 return {removed, #page == tonumber(ARGV[4]) and page[#page][1] or ''}

@@ -31,6 +31,7 @@ class Server:
     client: httpx.Client
     """Of the public API."""
     ops: httpx.Client
+    admin: httpx.Client
 
     def recommend(self, **request: Any) -> dict[str, Any]:
         """A list; the answer must be 200."""
@@ -48,7 +49,16 @@ class Server:
 
     def log_lines(self) -> list[dict[str, Any]]:
         """The log so far."""
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def request_line(self, response: httpx.Response) -> dict[str, Any]:
+        """What the log says of an answer; the line is written after the answer has gone."""
+        request_id = response.headers["x-request-id"]
+        while True:
+            for line in self.log_lines():
+                if line["message"] == "request" and line["request_id"] == request_id:
+                    return line
+            sleep(0.01)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -90,7 +100,7 @@ def serving(bundle: Path, log: Path, **settings: Any) -> Iterator[Server]:
         log: file for its log.
         settings: in capitals, without BFT_.
     """
-    command = [*COMMAND, "run", "--bundle", str(bundle), "--port", "0", "--ops-port", "0"]
+    command = [*COMMAND, "run", "--bundle", str(bundle), "--port", "0", "--ops-port", "0", "--admin-port", "0"]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file, env=environment(**settings), cwd=ROOT)
     try:
@@ -98,8 +108,9 @@ def serving(bundle: Path, log: Path, **settings: Any) -> Iterator[Server]:
         with (
             httpx.Client(base_url=started["public"], timeout=PATIENT_S) as client,
             httpx.Client(base_url=started["operations"], timeout=PATIENT_S) as ops,
+            httpx.Client(base_url=started["admin"], timeout=PATIENT_S) as admin,
         ):
-            yield Server(process, log, client, ops)
+            yield Server(process, log, client, ops, admin)
     finally:
         process.terminate()
         process.wait(PATIENT_S)

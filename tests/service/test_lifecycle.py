@@ -40,7 +40,7 @@ async def test_a_life_is_ready_between_opening_and_draining(tiny: Path) -> None:
 
 async def test_readiness_turns_red_when_the_inference_worker_dies(life: Life) -> None:
     await life.check_ready()
-    task = life.service.engine._batcher._task
+    task = life.models.active.default.engine._batcher._task
     assert task is not None
     task.cancel()
     await asyncio.wait([task])

@@ -99,7 +99,7 @@ def ranking_of(probability: list[float], items: list[int], reliability: float = 
 
 def test_an_entry_carries_deviation_and_calibrated_confidence(bundle: Bundle) -> None:
     # The tiny bundle's map says σ(logit p) = p.
-    listed = entries(ranking_of([0.5, 0.25, 0.125], [8, 6, 7]), bundle, NOTHING, 3, 0.0)
+    listed = entries(ranking_of([0.5, 0.25, 0.125], [8, 6, 7]), bundle, NOTHING, 3)
 
     assert [(entry.number, entry.score, entry.std, entry.reliability) for entry in listed] == [
         (8, 3.0, 2.0, 0.5),
@@ -113,7 +113,7 @@ def test_every_feature_reaches_the_confidence_map(bundle: Bundle) -> None:
     calibration = bundle.calibration.model_copy(update={"weights": (1.0, 0.1, 0.2, 0.3, 0.4, 0.5), "bias": -1.0})
     weighted = Bundle(bundle.folder, bundle.manifest, calibration, bundle.items)
 
-    (entry,) = entries(ranking_of([0.2], [10]), weighted, NOTHING, 7, 0.0)
+    (entry,) = entries(ranking_of([0.2], [10]), weighted, NOTHING, 7)
 
     uses = COUNTS[10 - FIRST_ITEM].item()
     logit = (
@@ -129,19 +129,13 @@ def test_every_feature_reaches_the_confidence_map(bundle: Bundle) -> None:
 
 
 def test_what_cannot_be_the_event_has_confidence_zero(bundle: Bundle) -> None:
-    listed = entries(ranking_of([0.5, 0.25], [8, 6]), bundle, np.array([8]), 3, 0.0)
+    listed = entries(ranking_of([0.5, 0.25], [8, 6]), bundle, np.array([8]), 3)
 
     assert [entry.confidence for entry in listed] == pytest.approx([0.0, 0.25])
 
 
-def test_entries_below_the_least_confidence_are_left_out(bundle: Bundle) -> None:
-    listed = entries(ranking_of([0.5, 0.25, 0.3], [8, 6, 7]), bundle, NOTHING, 3, 0.3 - 1e-9)
-
-    assert [entry.number for entry in listed] == [8, 7]
-
-
 def test_a_plain_model_has_no_reliability(bundle: Bundle) -> None:
-    (entry,) = entries(ranking_of([0.5], [8], reliability=np.nan), bundle, NOTHING, 3, 0.0)
+    (entry,) = entries(ranking_of([0.5], [8], reliability=np.nan), bundle, NOTHING, 3)
 
     assert entry.reliability is None
 
@@ -151,11 +145,11 @@ def test_a_confidence_that_is_no_number_is_an_error_and_no_shorter_list(bundle: 
     endless = replace(plain, mean_precision=np.inf)
 
     with pytest.raises(InferenceFailed, match=r"calibration\.json"):
-        entries(endless, bundle, NOTHING, 3, 0.0)
+        entries(endless, bundle, NOTHING, 3)
 
 
 def test_the_confidence_of_a_list_is_the_sum_and_at_most_one(bundle: Bundle) -> None:
-    listed = entries(ranking_of([0.5, 0.25], [8, 6]), bundle, NOTHING, 3, 0.0)
+    listed = entries(ranking_of([0.5, 0.25], [8, 6]), bundle, NOTHING, 3)
 
     assert list_confidence(listed) == pytest.approx(0.75)
     assert list_confidence(listed * 2) == 1.0

@@ -15,6 +15,7 @@ from service.engine import EncoderRow, RankerRow, Ranking, StepRow
 from service.filtered import State
 from service.recommender import Recommender, Subjects
 from service.schemas import RecommendationRequest
+from service.slates import Slates
 from service.states import EncodedState, Event, MemoryStore, StoreLimits, Subject, UserRecord
 from service.telemetry import IdHasher, Metrics
 from tests.service.bundles import ITEM_IDS, MAX_LEN
@@ -48,10 +49,10 @@ async def encoded(tiny: Path, asked: dict[str, object], events: list[Event]) -> 
     bundle = open_bundle(resolve(tiny))
     store = MemoryStore(lineage=bundle.manifest.lineage, limits=StoreLimits(max_len=MAX_LEN))
     await store.append(Subject("user", "ann"), events)
-    engine, subjects = RecordingEngine(), Subjects(bundle, store)
+    engine, subjects = RecordingEngine(), Subjects(bundle, store, Metrics())
     nobody = State(np.zeros(16, np.float32), np.ones(16, np.float32))
 
-    recommender = Recommender(bundle, subjects, engine, nobody, Metrics(), IdHasher())
+    recommender = Recommender(bundle, subjects, engine, nobody, Metrics(), IdHasher(), Slates(store, Metrics()))
     await recommender.recommend(RecommendationRequest.model_validate(asked), unhurried("test", 60))
     await subjects.finish_saves()
 
@@ -130,7 +131,7 @@ async def test_states_on_their_way_to_the_store_are_bounded(
     monkeypatch.setattr(recommender_module, "MAX_SAVES", max_saves)
     monkeypatch.setattr(recommender_module, "MAX_SAVE_BYTES", max_bytes)
     store = SlowStore()
-    subjects = Subjects(open_bundle(resolve(tiny)), store)
+    subjects = Subjects(open_bundle(resolve(tiny)), store, Metrics())
     nothing = np.empty(0)
     record = UserRecord(1, 1, "any", nothing, nothing, nothing, nothing)
     state = State(np.zeros(16, np.float32), np.ones(16, np.float32))  # 128 bytes

@@ -73,6 +73,15 @@ def test_a_value_out_of_range_is_refused_by_the_name_of_its_variable(flags: dict
         load_settings(**flags)
 
 
+def test_a_key_in_place_of_its_hash_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BFT_API_KEY_SHA256", "bft_a-key-in-clear")
+
+    with pytest.raises(StartError, match="BFT_API_KEY_SHA256") as caught:
+        load_settings()
+
+    assert "in-clear" not in str(caught.value)
+
+
 def cgroup(folder: Path, **files: str) -> Path:
     for name, text in files.items():
         path = folder / name.replace("__", "/").replace("_dot_", ".")

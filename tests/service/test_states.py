@@ -35,7 +35,7 @@ from service.states import (
     UnknownItemsFull,
 )
 from service.states.packing import pack_state, subject_hash
-from service.states.scripts import SubjectKeys, all_outbox_keys, bucket, outbox_key
+from service.states.scripts import SubjectKeys, all_outbox_keys, bucket, outbox_key, slate_key
 from tests.service.valkey import emptied
 
 pytestmark = pytest.mark.anyio
@@ -777,6 +777,270 @@ async def test_erasure_is_not_refused_by_a_full_outbox(world: World):
     assert await store.erase("ann")
 
 
+# ---- slates ----------------------------------------------------------------------------------------------
+
+
+def slate_id(name: str, subject: Subject | None = ANN) -> str:
+    return f"{bucket(subject.id) if subject else 'b007'}-{name}"
+
+
+async def kept(store: Store, subject: Subject) -> list[str]:
+    return [slate.recommendation_id.partition("-")[2] for slate in await store.slates(subject)]
+
+
+async def test_slate_comes_back_with_its_pages_in_order(world: World):
+    store = world.open()
+    await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked\0", b"page 0")
+
+    added = [await store.append_page(slate_id("1"), number, b"page %d" % number) for number in range(1, 12)]
+
+    assert added == [True] * 11
+    assert await store.load_slate(slate_id("1")) == [b"asked\0", *(b"page %d" % number for number in range(12))]
+    assert await store.load_slate(slate_id("2")) is None
+
+
+async def test_page_is_added_only_to_the_slate_that_it_was_made_from(world: World):
+    store = world.open()
+    await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked", b"0")
+
+    ahead = await store.append_page(slate_id("1"), 2, b"ahead")
+    behind = await store.append_page(slate_id("1"), 0, b"behind")
+    gone = await store.append_page(slate_id("2"), 1, b"gone")
+    together = await asyncio.gather(*(store.append_page(slate_id("1"), 1, b"%d" % caller) for caller in range(8)))
+
+    assert (ahead, behind, gone, sum(together)) == (False, False, False, 1)
+    assert await store.load_slate(slate_id("1")) == [b"asked", b"0", b"%d" % together.index(True)]
+    assert await store.load_slate(slate_id("2")) is None
+
+
+async def test_slates_of_a_subject_are_listed_up_to_their_limit_and_the_oldest_forgotten(world: World):
+    store = world.open(replace(LIMITS, slate_limit=8))
+
+    for number in range(9):
+        assert await store.save_slate(slate_id(f"{number}"), ANN, NOW_MS, b"asked", b"page")
+
+    assert await kept(store, ANN) == ["2", "3", "4", "5", "6", "7", "8"]
+    assert await store.load_slate(slate_id("1")) is None
+    assert await store.load_slate(slate_id("2")) is not None
+
+
+async def test_slate_of_a_told_history_is_nobody_s(world: World):
+    store = world.open()
+
+    assert await store.save_slate(slate_id("1", None), None, NOW_MS, b"asked", b"page")
+
+    assert await store.load_slate(slate_id("1", None)) == [b"asked", b"page"]
+    assert await store.slates(ANN) == []
+
+
+async def test_listed_slate_says_when_it_expires(world: World):
+    store = world.open()
+    await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked", b"page")
+
+    (slate,) = await store.slates(ANN)
+
+    assert slate.expires_ms == pytest.approx(NOW_MS + LIMITS.slate_ttl_s * 1000, abs=60_000)
+
+
+async def test_erasure_removes_the_slates_of_the_user_and_no_others(world: World):
+    store = world.open()
+    session = Subject("session", "ann")
+    for number, subject in enumerate([ANN, ANN, session, None]):
+        await store.save_slate(slate_id(f"{number}"), subject, NOW_MS, b"asked", b"page")
+
+    assert await store.erase("ann") is True
+
+    loaded = [await store.load_slate(slate_id(f"{number}")) for number in range(4)]
+    assert [slate is not None for slate in loaded] == [False, False, True, True]
+    assert (await kept(store, ANN), await kept(store, session)) == ([], ["2"])
+
+
+async def test_slate_made_before_an_erasure_is_not_kept_after_it(world: World):
+    store = world.open()
+    await store.erase("ann")
+
+    saved = [await store.save_slate(slate_id(f"{late}"), ANN, NOW_MS + late, b"asked", b"page") for late in (-1, 0, 1)]
+
+    assert saved == [False, False, True]
+    assert await kept(store, ANN) == ["1"]
+
+
+async def test_page_for_an_erased_slate_is_refused_and_brings_nothing_back(world: World):
+    store = world.open()
+    await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked", b"page")
+    await store.erase("ann")
+
+    assert await store.append_page(slate_id("1"), 1, b"page") is False
+
+    assert await store.load_slate(slate_id("1")) is None
+
+
+@pytest.mark.parametrize(("field", "value"), [("slate_ttl_s", 86_401), ("slate_limit", 0)])
+def test_slate_limits_that_cannot_be_kept_are_refused(field: str, value: int):
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        replace(LIMITS, **{field: value})
+
+
+# ---- merge -----------------------------------------------------------------------------------------------
+
+SESSION = Subject("session", "s-1")
+
+
+def named(number: int, at: int, **changes: Any) -> Event:
+    """An event whose identity is its item and time."""
+    return event(number, at, identity=identity(1000 * number + at), **changes)
+
+
+async def test_absorbed_events_stand_where_their_time_puts_them_and_raise_the_epoch(world: World):
+    store = world.open()
+    await store.append(ANN, [event(10, 10), event(11, 30)])
+    before = await epoch_of(store, ANN)
+
+    statuses = await store.absorb("ann", "s-1", [named(12, 20), named(13, 40)], [14, 15])
+
+    assert statuses == [accepted, accepted]
+    assert history(await store.load(ANN, VERSION)) == History(
+        4, [(10, 10, 1.0), (20, 12, 1.0), (30, 11, 1.0), (40, 13, 1.0)], [10, 11, 12, 13, 14, 15]
+    )
+    assert await epoch_of(store, ANN) == before + 1
+
+
+async def test_absorbed_events_after_the_users_own_keep_the_epoch(world: World):
+    store = world.open()
+    await store.append(ANN, [event(10, 10)])
+    before = await epoch_of(store, ANN)
+
+    await store.absorb("ann", "s-1", [named(11, 10), named(12, 20)], [])
+
+    assert await epoch_of(store, ANN) == before
+
+
+async def test_outbox_tells_a_merge_once_and_not_its_events_again(world: World):
+    store = world.open()
+
+    for _ in range(3):
+        await store.absorb("ann", "s-1", [named(11, 10), named(12, 20)], [13])
+
+    merge = {"kind": "merge", "user_id": "ann", "session_id": "s-1", "timestamp_ms": str(NOW_MS)}
+    assert world.outbox(store, "ann") == [merge]
+
+
+async def test_absorbing_again_changes_nothing(world: World):
+    store = world.open()
+    first = await store.absorb("ann", "s-1", [named(11, 10)], [13])
+    before = history(await store.load(ANN, VERSION))
+
+    second = await store.absorb("ann", "s-1", [named(11, 10)], [13])
+
+    assert (first, second) == ([accepted], [duplicate])
+    assert history(await store.load(ANN, VERSION)) == before
+
+
+async def test_session_of_seen_items_alone_can_be_absorbed(world: World):
+    store = world.open()
+
+    assert await store.absorb("ann", "s-1", [], [13, 12]) == []
+
+    assert history(await store.load(ANN, VERSION)) == History(0, [], [12, 13])
+    assert [entry["kind"] for entry in world.outbox(store, "ann")] == ["merge"]
+
+
+async def test_erased_user_absorbs_only_what_came_after_the_erasure(world: World):
+    store = world.open()
+    await store.erase("ann")
+
+    statuses = await store.absorb("ann", "s-1", [named(11, NOW_MS), named(12, NOW_MS + 1)], [13])
+
+    assert statuses == [erased, accepted]
+    assert history(await store.load(ANN, VERSION)).seen == [12]
+
+
+async def test_erasure_takes_the_merge_out_of_the_outbox(world: World):
+    store = world.open()
+    await store.absorb("ann", "s-1", [named(11, 10)], [])
+
+    assert await store.erase("ann") is True
+
+    assert [entry["kind"] for entry in world.outbox(store, "ann")] == ["erase"]
+
+
+async def test_full_outbox_refuses_a_merge_and_writes_nothing(world: World):
+    store = world.open(replace(LIMITS, outbox_limit=1))
+    await store.append(ANN, [event(10, 10)])
+    before = history(await store.load(ANN, VERSION))
+
+    with pytest.raises(OutboxFull):
+        await store.absorb("ann", "s-1", [named(11, 10)], [12])
+
+    assert history(await store.load(ANN, VERSION)) == before
+
+
+async def test_closed_session_is_empty_and_nothing_of_it_is_served(world: World):
+    store = world.open()
+    await store.append(SESSION, [event(10, 1)])
+    read = (await store.load(SESSION, VERSION)).record
+    await store.save_state(SESSION, VERSION, state(1, await epoch_of(store, SESSION)))
+    await store.save_slate(slate_id("1", SESSION), SESSION, NOW_MS, b"asked", b"page")
+
+    assert await store.close_session("s-1", read) is True
+
+    assert await store.load(SESSION, VERSION) == Loaded(record=None, encoded=None)
+    assert await store.slates(SESSION) == []
+    assert await store.load_slate(slate_id("1", SESSION)) is None
+    assert await store.close_session("s-1", read) is True
+    assert await store.close_session("s-1", None) is True
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        pytest.param(event(11, 5), id="an append"),
+        pytest.param(event(11, 0), id="a late event"),
+        pytest.param(event(11, 5, weight=0), id="one that is only seen"),
+    ],
+)
+async def test_session_that_had_an_event_since_it_was_read_is_not_closed(world: World, meanwhile: Event):
+    store = world.open()
+    await store.append(SESSION, [event(10, 1)])
+    read = (await store.load(SESSION, VERSION)).record
+    await store.append(SESSION, [meanwhile])
+
+    assert await store.close_session("s-1", read) is False
+    assert await store.close_session("s-1", None) is False
+
+    assert history(await store.load(SESSION, VERSION)).seen == [10, 11]
+
+
+async def test_event_after_the_merge_begins_the_session_anew_in_a_higher_epoch(world: World):
+    store = world.open()
+    await store.append(SESSION, [event(10, 5), event(11, 4), event(12, 3)])
+    await store.append(SESSION, [event(13, 2)])
+    old = state(4, await epoch_of(store, SESSION))
+    await store.close_session("s-1", (await store.load(SESSION, VERSION)).record)
+
+    assert await store.append(SESSION, [event(14, 0)]) == [accepted]
+
+    assert history(await store.load(SESSION, VERSION)) == History(1, [(0, 14, 1.0)], [14])
+    assert await epoch_of(store, SESSION) > old.epoch
+    assert await store.save_state(SESSION, VERSION, replace(old, count=1)) is False
+
+
+async def test_event_that_is_delivered_again_after_the_merge_is_a_duplicate(world: World):
+    store = world.open()
+    await store.append(SESSION, [named(10, 1)])
+    await store.close_session("s-1", (await store.load(SESSION, VERSION)).record)
+
+    assert await store.append(SESSION, [named(10, 1), named(11, 2)]) == [duplicate, accepted]
+
+
+async def test_slate_made_before_a_merge_is_not_kept_after_it(world: World):
+    store = world.open()
+    await store.append(SESSION, [event(10, 1)])
+    await store.close_session("s-1", (await store.load(SESSION, VERSION)).record)
+
+    assert not await store.save_slate(slate_id("1", SESSION), SESSION, NOW_MS, b"asked", b"page")
+
+
 # ---- ids outside the catalogue ---------------------------------------------------------------------------
 
 
@@ -890,8 +1154,12 @@ async def test_keys_live_as_long_as_the_limits_say_from_the_last_event(server: W
     await store.append(ANN, [event(10, 1, identity=identity(1))])
     await store.save_state(ANN, VERSION, state(1, await epoch_of(store, ANN)))
     await store.erase("bob")
+    await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked", b"page")
+    await store.append_page(slate_id("1"), 1, b"page")
 
     with server.client() as client:
+        assert client.ttl(slate_key(slate_id("1"))) == pytest.approx(LIMITS.slate_ttl_s, abs=60)
+        assert client.ttl(keys.recommendations) == pytest.approx(LIMITS.slate_ttl_s, abs=60)
         assert {key: client.ttl(key) for key in lives_s} == pytest.approx(lives_s, abs=60)
         assert client.ttl(keys.state(VERSION)) == pytest.approx(LIMITS.state_ttl_s, abs=60)
         assert client.ttl(SubjectKeys.of(BOB).tombstone) == pytest.approx(LIMITS.tombstone_ttl_s, abs=60)
@@ -907,10 +1175,11 @@ async def test_nothing_of_a_session_outlives_it(server: World):
     session = Subject("session", "s")
     await store.append(session, [event(10, 1, identity=identity(1))])
     await store.save_state(session, VERSION, state(1, await epoch_of(store, session)))
+    await store.save_slate(slate_id("1", session), session, NOW_MS, b"asked", b"page")
 
     with server.client() as client:
-        keys = client.keys("bft:1:{*}:n:*")
-        assert len(keys) == 4
+        keys = [*client.keys("bft:1:{*}:n:*"), *client.keys("bft:1:{*}:r:*")]
+        assert len(keys) == 6
         assert max(client.ttl(key) for key in keys) <= LIMITS.session_ttl_s
 
 
@@ -1089,17 +1358,15 @@ async def test_erasure_finds_the_states_of_every_version_and_the_slates(server: 
     await store.register_model("v1")
     await store.save_state(ANN, "v1", state(1, epoch))
     await other.save_state(ANN, "v2", state(1, epoch))
-    prefix = f"bft:1:{{{bucket('ann')}}}:"
+    name = bucket("ann")
+    prefix = f"bft:1:{{{name}}}:"
+    for number, subject in enumerate([ANN, ANN, None], start=1):
+        await other.save_slate(f"{name}-r{number}", subject, NOW_MS, b"asked", b"page")
     with server.client() as client:
-        client.rpush(prefix + "ri:ann", "r1", "r2")
-        client.set(prefix + "r:r1", "slate")
-        client.set(prefix + "r:r2", "slate")
-        client.set(prefix + "r:r3", "a slate of someone else")
-
         await store.erase("ann")
 
         left = {key.decode() for key in client.keys("*")}
-    assert left == {prefix + "x:ann", prefix + "ev", prefix + "r:r3", "bft:1:models"}
+    assert left == {prefix + "x:ann", prefix + "ev", f"{prefix}r:{name}-r3", "bft:1:models"}
 
 
 async def test_interrupted_erasure_is_completed_by_its_repetition(server: World, monkeypatch: pytest.MonkeyPatch):
@@ -1117,6 +1384,36 @@ async def test_interrupted_erasure_is_completed_by_its_repetition(server: World,
     assert await store.erase("ann")
 
     assert [entry["kind"] for entry in server.outbox(store, "ann")] == ["erase"]
+
+
+async def test_closing_a_session_interrupted_half_way_is_completed_by_its_repetition(
+    server: World, monkeypatch: pytest.MonkeyPatch
+):
+    store = server.open()
+    await store.append(SESSION, [event(10, 1)])
+    read = (await store.load(SESSION, VERSION)).record
+    await store.save_slate(slate_id("1", SESSION), SESSION, NOW_MS, b"asked", b"page")
+
+    async def fail(*_: object) -> int:
+        raise redis.exceptions.TimeoutError("a time-out half way")
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(store, "_forget_served", fail)
+        with pytest.raises(StateUnavailable, match="TimeoutError"):
+            await store.close_session("s-1", read)
+    assert await store.close_session("s-1", None)
+
+    assert await store.load_slate(slate_id("1", SESSION)) is None
+
+
+async def test_slate_that_expired_is_listed_no_more(server: World):
+    store = server.open()
+    for name in ("1", "2"):
+        await store.save_slate(slate_id(name), ANN, NOW_MS, b"asked", b"page")
+    with server.client() as client:
+        client.delete(slate_key(slate_id("1")))
+
+    assert await kept(store, ANN) == ["2"]
 
 
 async def test_scripts_are_sent_again_to_a_server_that_lost_them(server: World):
@@ -1259,7 +1556,16 @@ async def test_close_waits_for_a_cancelled_command(server: World, pause: redis.R
 
 SUBJECTS = [ANN, Subject("session", "ann"), Subject("user", "ünï:v1")]
 # A server expires keys by its own clock, which the test cannot move: no life ends within a history's waits.
-SMALL = StoreLimits(max_len=4, seen_limit=6, identity_limit=3, outbox_limit=25, unknown_limit=4, session_ttl_s=86_400)
+SMALL = StoreLimits(
+    max_len=4,
+    seen_limit=6,
+    identity_limit=3,
+    outbox_limit=25,
+    unknown_limit=4,
+    session_ttl_s=86_400,
+    slate_ttl_s=86_400,
+    slate_limit=3,
+)
 
 
 class SideBySide(RuleBasedStateMachine):
@@ -1275,6 +1581,7 @@ class SideBySide(RuleBasedStateMachine):
         self.server = RedisStore(self.url, lineage="toys", limits=SMALL, timeout_ms=PATIENT_MS, clock=self.clock)
         self.client = redis.Redis.from_url(self.url)
         self.client.flushall()
+        self.slate_ids: list[str] = []
 
     def both(self, verb: str, *arguments: Any) -> Any:
         """The one answer of both stores, an error of the interface included."""
@@ -1322,6 +1629,32 @@ class SideBySide(RuleBasedStateMachine):
             kept = cache(count + 1, value=record.count) if version == "v1" else None
             self.both("save_state", subject, version, state(count, record.epoch - back, value=record.count, cache=kept))
 
+    @rule(
+        user=st.sampled_from([subject.id for subject in SUBJECTS]),
+        drawn=st.lists(st.tuples(st.integers(4, 15), st.integers(-20, 20)), max_size=6),
+        seen=st.lists(st.integers(4, 30), max_size=4),
+    )
+    def absorb(self, user: str, drawn: Sequence[tuple[int, int]], seen: list[int]) -> None:
+        self.both("absorb", user, "a-session", [named(number, self.clock() + at) for number, at in drawn], seen)
+
+    @rule(is_stale=st.booleans())
+    def close_session(self, is_stale: bool) -> None:
+        read = self.runner.run(self.memory.load(Subject("session", "ann"), "v1")).record
+        if read is not None and is_stale:
+            read = replace(read, count=read.count + 1)
+        self.both("close_session", "ann", read)
+
+    @rule(subject=st.sampled_from(SUBJECTS), late=st.integers(-1, 1))
+    def save_slate(self, subject: Subject, late: int) -> None:
+        self.slate_ids.append(slate_id(f"{len(self.slate_ids)}", subject))
+        page = f"page {len(self.slate_ids)}".encode()
+        self.both("save_slate", self.slate_ids[-1], subject, self.clock() + late, b"asked", page)
+
+    @rule(choice=st.integers(0, 99), num_pages=st.integers(0, 3))
+    def append_page(self, choice: int, num_pages: int) -> None:
+        if self.slate_ids:
+            self.both("append_page", self.slate_ids[choice % len(self.slate_ids)], num_pages, b"another page")
+
     @rule(user=st.sampled_from([subject.id for subject in SUBJECTS]))
     def erase(self, user: str) -> None:
         self.both("erase", user)
@@ -1347,6 +1680,10 @@ class SideBySide(RuleBasedStateMachine):
                     self.runner.run(store.load(subject, version)) for store in (self.memory, self.server)
                 )
                 assert plain(in_memory) == plain(in_server)
+            in_memory, in_server = (self.runner.run(kept(store, subject)) for store in (self.memory, self.server))
+            assert in_memory == in_server
+        for each in self.slate_ids[-5:]:
+            self.both("load_slate", each)
         for bucket_name in {bucket(subject.id) for subject in SUBJECTS}:
             assert self.memory.outbox_entries(bucket_name) == outbox_in(self.client, bucket_name)
 

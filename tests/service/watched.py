@@ -18,6 +18,7 @@ from service.filtered import State
 from service.recommender import Recommender, Subjects
 from service.schemas import RecommendationRequest
 from service.settings import Settings
+from service.slates import Slates
 from service.states import Store, Subject
 from service.telemetry import IdHasher, Metrics
 
@@ -69,6 +70,7 @@ class Served:
     engine: WatchedEngine
     subjects: Subjects
     recommender: Recommender
+    slates: Slates
     metrics: Metrics
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -105,10 +107,12 @@ async def served(registry: Path, open_store: Callable[[Bundle], Store]) -> Async
     nobody = real.run_rows(ENCODER, [EncoderRow(np.array([BOS]), np.ones(1, np.float32), np.full(1, np.nan))])[0]
     real.start()
     try:
-        engine, subjects = WatchedEngine(real), Subjects(bundle, store)
-        recommender = Recommender(bundle, subjects, engine, nobody, metrics, IdHasher())
-        yield Served(bundle, store, engine, subjects, recommender, metrics)
+        engine, subjects = WatchedEngine(real), Subjects(bundle, store, metrics)
+        slates = Slates(store, metrics)
+        recommender = Recommender(bundle, subjects, engine, nobody, metrics, IdHasher(), slates)
+        yield Served(bundle, store, engine, subjects, recommender, slates, metrics)
         await subjects.finish_saves()
+        await slates.finish_saves()
     finally:
         await real.close()
         await store.close()

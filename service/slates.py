@@ -1,0 +1,206 @@
+"""Slates: what was asked and what was shown, kept so that a further page repeats nothing (service.md, `…:r:…`).
+
+A slate is what was asked, which never changes, and the pages in the order they were given out. A page is added only to
+the slate that it was made from: of two calls at the same time one makes its page anew.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from service.background import Saves
+from service.errors import RecommendationNotFound
+from service.states.interface import Store, Subject
+from service.states.scripts import NUM_BUCKETS, bucket
+from service.telemetry import Metrics
+
+logger = logging.getLogger(__name__)
+
+MAX_GIVEN = 5_000
+"""Items in all the pages of a slate; then it is at its end, as if the catalogue were."""
+MAX_SLATE_BYTES = 2**18
+"""Of what was asked and the first page; a larger slate is not kept."""
+MAX_SAVES = 256
+MAX_SAVE_BYTES = 2**22
+"""Slates on their way to the store at a time, and what they take together."""
+
+Policy = Literal["mean"]
+"""How a page was chosen: by the predictive logit."""
+
+_BUCKET = "b(?:[01][0-9]{2}|2[0-4][0-9]|25[0-5])"
+RECOMMENDATION_ID = re.compile(_BUCKET + "-[0-9a-f]{32}")
+
+
+class _Document(BaseModel):
+    """Base of what is stored, as JSON."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ToldEvent(_Document):
+    """One event of a history that was told."""
+
+    item_id: str
+    timestamp_ms: int | None
+    weight: float
+
+
+class Told(_Document):
+    """A history that was told, cut to the window."""
+
+    events: tuple[ToldEvent, ...]
+    """The last ones with positive weight, oldest first."""
+    count: int
+    """Of all events with positive weight."""
+    other_seen: tuple[str, ...]
+    """Ids of the items that only the events before these had, or such of weight 0."""
+
+
+class Asked(_Document):
+    """What every page of a slate is made from. Exactly one of `subject` and `told` is given."""
+
+    layout: Literal[1] = 1
+    recommendation_id: str
+    subject: Subject | None
+    told: Told | None
+    exclude_seen: bool
+    exclude_item_ids: tuple[str, ...]
+    allow_item_ids: tuple[str, ...] | None
+    min_confidence: float | None
+
+
+class ShownItem(_Document):
+    """One item as it was shown."""
+
+    item_id: str
+    score: float
+    std: float
+    confidence: float
+
+
+class Page(_Document):
+    """One page as it was given out."""
+
+    made_ms: int
+    """When the subject was read for it, since 1970."""
+    model_name: str
+    model_version: str
+    policy: Policy = "mean"
+    seed: int | None = None
+    """Of the draws behind the list; none are made under this policy."""
+    items: tuple[ShownItem, ...]
+    left_out: tuple[str, ...]
+    """Ids of the items that `min_confidence` kept out; later pages go on after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slate:
+    """What was asked, and the pages so far."""
+
+    asked: Asked
+    pages: tuple[Page, ...]
+
+    @property
+    def num_shown(self) -> int:
+        """Items of all pages."""
+        return sum(len(page.items) for page in self.pages)
+
+    @property
+    def passed(self) -> list[str]:
+        """Ids of all items that no later page has."""
+        shown = [item.item_id for page in self.pages for item in page.items]
+        return shown + [item_id for page in self.pages for item_id in page.left_out]
+
+
+def new_recommendation_id(subject: Subject | None) -> str:
+    """An id that nobody can guess. It begins with its bucket, so that the slate lies beside the subject's keys."""
+    name = f"b{secrets.randbelow(NUM_BUCKETS):03d}" if subject is None else bucket(subject.id)
+    return f"{name}-{secrets.token_hex(16)}"
+
+
+def check_recommendation_id(value: str) -> str:
+    """An id of a recommendation, or ValueError with the accepted form."""
+    if not RECOMMENDATION_ID.fullmatch(value):
+        raise ValueError("must be a recommendation_id of an answer: b000 to b255, a hyphen, 32 hexadecimal digits")
+    return value
+
+
+class Slates:
+    """The kept slates. Shared by all models: a slate of one is continued by another.
+
+    Args:
+        store: where they are.
+        metrics: counts what is kept.
+    """
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self._store = store
+        self._saves = Saves("slate", MAX_SAVES, MAX_SAVE_BYTES, metrics)
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+
+    def save(self, asked: Asked, first: Page) -> None:
+        """Keep a slate, in the background: it neither delays nor fails the answer."""
+        slate_id, subject = asked.recommendation_id, asked.subject
+        packed, page = _pack(asked), _pack(first)
+        size = len(packed) + len(page)
+        if size > MAX_SLATE_BYTES:
+            logger.info("a slate of %d bytes was not kept; the bound is %d", size, MAX_SLATE_BYTES)
+            return
+        task = self._saves.start(lambda: self._store.save_slate(slate_id, subject, first.made_ms, packed, page), size)
+        if task is not None:
+            self._under_way[slate_id] = task
+            task.add_done_callback(lambda _: self._under_way.pop(slate_id))
+
+    async def load(self, recommendation_id: str) -> Slate:
+        """A slate as it is now.
+
+        Raises:
+            RecommendationNotFound: it expired, was never kept, or its subject was erased.
+            StateError: the store cannot say.
+        """
+        if (task := self._under_way.get(recommendation_id)) is not None:
+            await asyncio.wait([task])
+        parts = await self._store.load_slate(recommendation_id)
+        if parts is None:
+            raise RecommendationNotFound("nothing is kept of this recommendation")
+        try:
+            asked, *pages = parts
+            slate = Slate(Asked.model_validate_json(_unpack(asked)), tuple(map(_page, pages)))
+        except (ValidationError, zlib.error) as error:
+            # Not pydantic's message: it quotes the value.
+            logger.warning("a stored slate cannot be read: %s", type(error).__name__)
+            raise RecommendationNotFound("this recommendation was kept by another version of the service") from error
+        if slate.asked.recommendation_id != recommendation_id:
+            raise RecommendationNotFound("nothing is kept of this recommendation")
+        return slate
+
+    async def claim(self, slate: Slate, page: Page) -> bool:
+        """Give out a page that was made from this slate; False when the slate has changed since.
+
+        Raises:
+            StateError: the store cannot say. The page may have been given out, and then nobody gets its items.
+        """
+        return await self._store.append_page(slate.asked.recommendation_id, len(slate.pages), _pack(page))
+
+    async def finish_saves(self) -> None:
+        """Return when no save is under way."""
+        await self._saves.finish()
+
+
+def _pack(document: _Document) -> bytes:
+    # The fastest level: item ids and numbers shrink to a third, and stronger ones gain little more.
+    return zlib.compress(document.model_dump_json().encode(), 1)
+
+
+def _unpack(packed: bytes) -> bytes:
+    return zlib.decompress(packed)
+
+
+def _page(packed: bytes) -> Page:
+    return Page.model_validate_json(_unpack(packed))
