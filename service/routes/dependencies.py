@@ -14,24 +14,25 @@ from service.lifecycle import Life, Service
 from service.values import check_id
 
 
-def get_life(request: Request) -> Life:
+# Coroutines, though nothing waits: FastAPI sends plain functions to a thread, which costs more than the request.
+async def get_life(request: Request) -> Life:
     """The process's life."""
     life: Life = request.app.state.life
     return life
 
 
-def get_service(request: Request) -> Service:
+async def get_service(request: Request) -> Service:
     """Whatever answers requests."""
-    return get_life(request).service
+    return (await get_life(request)).service
 
 
-def get_context(request: Request) -> RequestContext:
+async def get_context(request: Request) -> RequestContext:
     """The request's id, deadline and timings."""
     context: RequestContext = request.state.context
     return context
 
 
-def get_user_id(user_id: Annotated[str, Path(description="percent-encoded")]) -> str:
+async def get_user_id(user_id: Annotated[str, Path(description="percent-encoded")]) -> str:
     """The id of the path. Paths are matched as they were sent, so that an id may hold an encoded slash."""
     return checked_field("user_id", lambda sent: check_id(unquote_to_bytes(sent).decode("utf-8")), user_id)
 
