@@ -168,12 +168,12 @@ def GaussianTopK(
     highest = op.ReduceMax(scaled, [-1], keepdims=1)
     # A user who has seen everything has no finite logit: −inf − −inf would be NaN.
     highest = op.Where(op.IsInf(highest), 0.0, highest)
-    shifted = scaled - highest
+    # A floor: −inf times a weight of 0 would be NaN. exp(−1e4) is 0.
+    shifted = op.Max(scaled - highest, -1e4)
     weight = op.Exp(shifted)
     total = op.ReduceSum(weight, [-1], keepdims=1)
     log_total = op.Log(total)
-    finite_shift = op.Where(weight > 0.0, shifted, 0.0)
-    mean_shift = op.ReduceSum(weight * finite_shift, [-1], keepdims=1) / total
+    mean_shift = op.ReduceSum(weight * shifted, [-1], keepdims=1) / total
     entropy = op.Squeeze(op.Where(total > 0.0, log_total - mean_shift, 0.0), [1])
     log_partition = op.Squeeze(log_total + highest, [1])
 
