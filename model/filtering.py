@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from model import adjoints
+from model.adjoints import gelu_slope, recomputed
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -121,12 +124,18 @@ def kriging_weights(
     Returns:
         weights (B,H,T,S) ≥ 0; rows sum to one, or to zero where nothing is visible.
     """
-    neighbour_precision_BS = _finite_where_hidden(neighbour_precision_BS, visible_BTS)
-    logits = query_BHTC @ key_BHSC.transpose(-1, -2) / math.sqrt(query_BHTC.shape[-1])
-    logits = logits + neighbour_precision_BS.log()[:, None, None, :]
-    visible = visible_BTS[:, None]
+    return _kriging_weights(
+        query_BHTC, key_BHSC, _finite_where_hidden(neighbour_precision_BS, visible_BTS), visible_BTS
+    )
+
+
+def _kriging_weights(query: Tensor, key: Tensor, neighbour_precision: Tensor, visible: Tensor) -> Tensor:
+    visible = _as_numbers(visible, query.dtype)
     # A finite floor instead of -inf: a row without neighbours stays finite forward and backward.
-    return logits.masked_fill(~visible, -1e30).softmax(-1) * visible
+    bias_BTS = ((visible - 1) * 1e30).add_(neighbour_precision.log()[:, None])
+    logits = ((query / math.sqrt(query.shape[-1])) @ key.mT).add_(bias_BTS[:, None])
+    seen_BT1 = visible.sum(-1, keepdim=True).clamp_max(1)
+    return logits.softmax(-1) * seen_BT1[:, None]
 
 
 @full_precision
@@ -159,28 +168,62 @@ def krige(
         neighbour_precision=(neighbour_precision_BS, "BS"),
         visible=(visible_BTS, "BTS"),
     )
-    neighbour_precision_BS = _finite_where_hidden(neighbour_precision_BS, visible_BTS)
-    weights = kriging_weights(query_BHTC, key_BHSC, neighbour_precision_BS, visible_BTS)
-    seen_BHT = visible_BTS.any(-1)[:, None].expand(weights.shape[:-1])
-
-    kriged_mean = weights @ value_BHSC
-    # The expanded square keeps memory at (T,S) + (T,C): no (T,S,C) tensor exists.
-    residual_variance = (weights @ value_BHSC.square() - kriged_mean.square()).clamp_min(0)
-    concentration = torch.where(seen_BHT, weights.square().sum(-1), 1)
-    effective_sample_size = concentration.reciprocal()
-    kriging_prior_variance = weights @ neighbour_precision_BS.reciprocal()[:, None, :, None]
-
-    n = effective_sample_size[..., None]
-    reml_variance = (shrinkage_dof * kriging_prior_variance + n * residual_variance) / (shrinkage_dof + n - 1)
-    reml_variance = torch.where(seen_BHT[..., None], reml_variance, 1)
-
-    if dropout > 0:
-        kriged_mean = F.dropout(weights, dropout) @ value_BHSC
-    return KrigedField(
-        mean=_merge_heads(kriged_mean),
-        variance=_merge_heads(reml_variance),
-        effective_sample_size=torch.where(seen_BHT, effective_sample_size, 0),
+    outputs = recomputed(
+        functools.partial(_krige, shrinkage_dof),
+        functools.partial(_krige_adjoint, shrinkage_dof),
+        (
+            query_BHTC,
+            key_BHSC,
+            value_BHSC,
+            _finite_where_hidden(neighbour_precision_BS, visible_BTS),
+            visible_BTS,
+            _dropout_mask(query_BHTC, key_BHSC, dropout),
+        ),
+        num_outputs=3,
+        num_kept=4,
+        row_elements=query_BHTC.shape[1] * visible_BTS[0].numel(),
     )
+    return KrigedField(*outputs)
+
+
+def _krige(
+    shrinkage_dof: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    neighbour_precision: Tensor,
+    visible: Tensor,
+    dropout_mask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """A field's three parts, and e, s, σ0² and n by head; a row without neighbours has α̃ = 0 and counts as n = 1."""
+    weights = _kriging_weights(query, key, neighbour_precision, visible)
+    kriged_mean = weights @ value
+    # The expanded square keeps memory at (T,S) + (T,C): no (T,S,C) tensor exists.
+    residual_variance = torch.addcmul(weights @ value.square(), kriged_mean, kriged_mean, value=-1).clamp_min(0)
+    concentration = torch.linalg.vector_norm(weights, dim=-1, keepdim=True).square()
+    seen = concentration > 0
+    n = torch.where(seen, concentration, 1).reciprocal()
+    prior_variance = _weighted(weights, neighbour_precision.reciprocal())
+    reml_variance = _shrunk(shrinkage_dof, residual_variance, prior_variance, n, seen)
+
+    mean = kriged_mean if dropout_mask is None else (weights * dropout_mask) @ value
+    field = _merge_heads(mean), _merge_heads(reml_variance), torch.where(seen, n, 0).squeeze(-1)
+    return *field, kriged_mean, residual_variance, prior_variance, n
+
+
+def _krige_adjoint(
+    shrinkage_dof: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    neighbour_precision: Tensor,
+    visible: Tensor,
+    dropout_mask: Tensor | None,
+    *kept_and_grads: Tensor,
+) -> tuple[Tensor | None, ...]:
+    weights = _kriging_weights(query, key, neighbour_precision, visible)
+    inputs = query, key, value, neighbour_precision
+    return *adjoints.krige(shrinkage_dof, weights, *inputs, dropout_mask, *kept_and_grads), None, None
 
 
 @full_precision
@@ -198,8 +241,8 @@ def pointwise_attention(
     Returns:
         weights (B,H,T,S) of either sign, 0 where hidden; rows sum to anything.
     """
-    logits = query_BHTC @ key_BHSC.transpose(-1, -2) + bias_BTS[:, None]
-    return (F.silu(logits) / attention_norm).masked_fill(~visible_BTS[:, None], 0)
+    scale_BTS = visible_BTS.to(query_BHTC.dtype) / attention_norm
+    return F.silu(query_BHTC @ key_BHSC.mT + bias_BTS[:, None]) * scale_BTS[:, None]
 
 
 @full_precision
@@ -238,27 +281,77 @@ def sandwich(
         neighbour_precision=(neighbour_precision_BS, "BS"),
         visible=(visible_BTS, "BTS"),
     )
-    neighbour_precision_BS = _finite_where_hidden(neighbour_precision_BS, visible_BTS)
-    attention = pointwise_attention(query_BHTC, key_BHSC, bias_BTS, visible_BTS, attention_norm)
-    weights = attention * _relative_precision(neighbour_precision_BS, visible_BTS)[:, None]
-    seen_BHT1 = weights.square().sum(-1, keepdim=True) >= NO_WEIGHT
-
-    mass = weights.abs()
-    mass = mass / torch.where(seen_BHT1, mass.sum(-1, keepdim=True), 1)
-    squares = mass.square()
-    n = torch.where(seen_BHT1, squares.sum(-1, keepdim=True), 1).reciprocal()
-    centre = mass @ value_BHSC
-    # Σ p²(v−μ)² by the expanded square, as in `krige`; n = 1/Σp² makes w²/Σw² of it.
-    spread = squares @ value_BHSC.square() - 2 * centre * (squares @ value_BHSC)
-    sandwich_variance = (n * spread + centre.square()).clamp_min(0)
-    kriging_prior_variance = mass @ neighbour_precision_BS.reciprocal()[:, None, :, None]
-    shrunk_variance = (shrinkage_dof * kriging_prior_variance + n * sandwich_variance) / (shrinkage_dof + n - 1)
-
-    return KrigedField(
-        mean=_merge_heads((F.dropout(weights, dropout) if dropout > 0 else weights) @ value_BHSC),
-        variance=_merge_heads(torch.where(seen_BHT1, shrunk_variance, 1)),
-        effective_sample_size=torch.where(seen_BHT1, n, 0).squeeze(-1),
+    outputs = recomputed(
+        functools.partial(_sandwich, attention_norm, shrinkage_dof),
+        functools.partial(_sandwich_adjoint, attention_norm, shrinkage_dof),
+        (
+            query_BHTC,
+            key_BHSC,
+            value_BHSC,
+            bias_BTS,
+            _finite_where_hidden(neighbour_precision_BS, visible_BTS),
+            visible_BTS,
+            _dropout_mask(query_BHTC, key_BHSC, dropout),
+        ),
+        num_outputs=3,
+        num_kept=7,
+        row_elements=query_BHTC.shape[1] * visible_BTS[0].numel(),
     )
+    return KrigedField(*outputs)
+
+
+def _sandwich(
+    attention_norm: float,
+    shrinkage_dof: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    neighbour_precision: Tensor,
+    visible: Tensor,
+    dropout_mask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """A field's three parts, and by head whether anyone is seen, Σ|w|, Σw², μ, Σw²v/Σw², S and σ0²."""
+    logits = (query @ key.mT).add_(bias[:, None])
+    visible = _as_numbers(visible, query.dtype)
+    weights = F.silu(logits) * _relative_precision(neighbour_precision, visible, attention_norm)
+    magnitudes, squares = weights.abs(), weights.square()
+    energy = squares.sum(-1, keepdim=True)
+    seen = energy >= NO_WEIGHT
+    energy = torch.where(seen, energy, 1)
+    total = torch.where(seen, magnitudes.sum(-1, keepdim=True), 1)
+    n = total.square() / energy
+
+    centre = magnitudes @ value / total
+    skew = squares @ value / energy
+    # Σ w²(v−μ)² by the expanded square, as in `_krige`.
+    sandwich_variance = torch.addcmul(squares @ value.square() / energy, centre, centre - 2 * skew).clamp_min(0)
+    prior_variance = _weighted(magnitudes, neighbour_precision.reciprocal()) / total
+    variance = _shrunk(shrinkage_dof, sandwich_variance, prior_variance, n, seen)
+
+    mean = (weights if dropout_mask is None else weights * dropout_mask) @ value
+    field = _merge_heads(mean), _merge_heads(variance), torch.where(seen, n, 0).squeeze(-1)
+    return *field, seen, total, energy, centre, skew, sandwich_variance, prior_variance
+
+
+def _sandwich_adjoint(
+    attention_norm: float,
+    shrinkage_dof: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    neighbour_precision: Tensor,
+    visible: Tensor,
+    dropout_mask: Tensor | None,
+    *kept_and_grads: Tensor,
+) -> tuple[Tensor | None, ...]:
+    logits = (query @ key.mT).add_(bias[:, None])
+    visible = _as_numbers(visible, query.dtype)
+    relative_precision = _relative_precision(neighbour_precision, visible, attention_norm)
+    again = logits, relative_precision, visible
+    inputs = query, key, value, neighbour_precision
+    return *adjoints.sandwich(shrinkage_dof, *again, *inputs, dropout_mask, *kept_and_grads), None, None
 
 
 @full_precision
@@ -277,8 +370,8 @@ def observation_precision(field: KrigedField, output_weight_DD: Tensor) -> Tenso
     """
     mixing = output_weight_DD.square()
     mixing = mixing / mixing.sum(-1, keepdim=True)
-    observed_BT1 = field.effective_sample_size.amin(1)[..., None] > 0
-    return torch.where(observed_BT1, (field.variance @ mixing.T).reciprocal(), 0)
+    observed_BT1 = (field.effective_sample_size.amin(1)[..., None] > 0).to(field.variance.dtype)
+    return observed_BT1 / (field.variance @ mixing.T)
 
 
 @full_precision
@@ -301,9 +394,22 @@ def update(prior: Gaussian, innovation_BTD: Tensor, observation_precision_BTD: T
         innovation=(innovation_BTD, "BTD"),
         observation_precision=(observation_precision_BTD, "BTD"),
     )
-    posterior_precision = prior.precision + observation_precision_BTD
-    gain = observation_precision_BTD / posterior_precision
-    return Posterior(prior.mean + gain * innovation_BTD, posterior_precision, gain)
+    inputs = (*prior, innovation_BTD, observation_precision_BTD)
+    return Posterior(*recomputed(_update, _update_adjoint, inputs, num_outputs=3, num_kept=2))
+
+
+def _update(
+    mean: Tensor, precision: Tensor, innovation: Tensor, observation_precision: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    posterior_precision = precision + observation_precision
+    gain = observation_precision / posterior_precision
+    return torch.addcmul(mean, gain, innovation), posterior_precision, gain
+
+
+def _update_adjoint(
+    mean: Tensor, precision: Tensor, innovation: Tensor, observation_precision: Tensor, *kept_and_grads: Tensor
+) -> tuple[Tensor, ...]:
+    return adjoints.update(innovation, *kept_and_grads)
 
 
 @full_precision
@@ -330,23 +436,66 @@ def predict(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Ga
         w2=(dynamics.w2, "DK"),
         process_noise_variance=(dynamics.process_noise_variance, "D"),
     )
-    centred = posterior.mean - posterior.mean.mean(-1, keepdim=True)
-    scale = (centred.square().mean(-1, keepdim=True) + dynamics.ln_eps).sqrt()
-    normalised = centred / scale
-
     w1_gamma = dynamics.w1 * dynamics.ln_weight
+    drift, precision = recomputed(
+        functools.partial(_predict, dynamics.ln_eps),
+        functools.partial(_predict_adjoint, dynamics.ln_eps),
+        (posterior.mean.flatten(0, 1), posterior.precision.flatten(0, 1)),
+        (
+            w1_gamma,
+            dynamics.w1 @ dynamics.ln_bias + dynamics.b1,
+            dynamics.w2,
+            dynamics.b2,
+            # Both sums over k of math.md §3 that do not carry x̂ share one product: W1γ[k,d] − m_k.
+            dynamics.w2.T * (w1_gamma - w1_gamma.mean(-1, keepdim=True)),
+            dynamics.process_noise_variance,
+        ),
+        num_outputs=2,
+        num_kept=3,
+        row_elements=len(w1_gamma),
+    )
+    shape = posterior.mean.shape
+    return Gaussian(posterior.mean + F.dropout(drift.view(shape), dropout, dropout > 0), precision.view(shape))
+
+
+def _predict(
+    ln_eps: float,
+    mean: Tensor,
+    precision: Tensor,
+    w1_gamma: Tensor,
+    shift: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    direct_map: Tensor,
+    noise_variance: Tensor,
+) -> tuple[Tensor, ...]:
+    """FFN(LN(h)) and the predicted precision, then what backward reads again: J, and its part through the scale."""
+    normalised, scale = _standardised(mean, ln_eps)
     sensitivity = normalised @ w1_gamma.T
-    hidden = sensitivity + (dynamics.w1 @ dynamics.ln_bias + dynamics.b1)
-    drift = F.linear(F.gelu(hidden), dynamics.w2, dynamics.b2)
+    hidden = sensitivity + shift
+    drift = F.linear(F.gelu(hidden), w2, b2)
 
     slope = gelu_slope(hidden)
-    # Both sums over k of math.md §3 that do not carry x̂ share one product: W1γ[k,d] − m_k.
-    direct = slope @ (dynamics.w2.T * (w1_gamma - w1_gamma.mean(-1, keepdim=True)))
-    through_scale = normalised / normalised.shape[-1] * ((slope * sensitivity) @ dynamics.w2.T)
-    jacobian_diag = (direct - through_scale) / scale
+    through_scale = (slope * sensitivity) @ w2.T
+    jacobian_diag = torch.addcmul(slope @ direct_map, normalised, through_scale, value=-1 / mean.shape[-1]) / scale
+    predicted_variance = (1 + jacobian_diag).square() / precision + noise_variance
+    return drift, predicted_variance.reciprocal(), jacobian_diag, through_scale
 
-    predicted_variance = (1 + jacobian_diag).square() / posterior.precision + dynamics.process_noise_variance
-    return Gaussian(posterior.mean + F.dropout(drift, dropout, dropout > 0), predicted_variance.reciprocal())
+
+def _predict_adjoint(
+    ln_eps: float,
+    mean: Tensor,
+    precision: Tensor,
+    w1_gamma: Tensor,
+    shift: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    direct_map: Tensor,
+    noise_variance: Tensor,
+    *kept_and_grads: Tensor,
+) -> tuple[Tensor, ...]:
+    standardised = _standardised(mean, ln_eps)
+    return adjoints.predict(*standardised, precision, w1_gamma, shift, w2, direct_map, *kept_and_grads)
 
 
 @full_precision
@@ -373,14 +522,58 @@ def predict_post_norm(posterior: Gaussian, dynamics: Dynamics, dropout: float = 
         w2=(dynamics.w2, "DK"),
         process_noise_variance=(dynamics.process_noise_variance, "D"),
     )
-    hidden = F.linear(posterior.mean, dynamics.w1, dynamics.b1)
-    drift = F.linear(F.gelu(hidden), dynamics.w2, dynamics.b2)
-    jacobian_diag = gelu_slope(hidden) @ (dynamics.w2.T * dynamics.w1)
-
-    moved = posterior.mean + F.dropout(drift, dropout, dropout > 0)
-    moved_variance = (1 + jacobian_diag).square() / posterior.precision + dynamics.process_noise_variance
-    moved_state = Gaussian(moved, moved_variance.reciprocal())
+    drift, moved_precision = recomputed(
+        _predict_post_norm,
+        _predict_post_norm_adjoint,
+        (posterior.mean.flatten(0, 1), posterior.precision.flatten(0, 1)),
+        (
+            dynamics.w1,
+            dynamics.b1,
+            dynamics.w2,
+            dynamics.b2,
+            dynamics.w2.T * dynamics.w1,
+            dynamics.process_noise_variance,
+        ),
+        num_outputs=2,
+        num_kept=2,
+        row_elements=len(dynamics.w1),
+    )
+    shape = posterior.mean.shape
+    moved = posterior.mean + F.dropout(drift.view(shape), dropout, dropout > 0)
+    moved_state = Gaussian(moved, moved_precision.view(shape))
     return normalise(moved_state, dynamics.ln_weight, dynamics.ln_bias, dynamics.ln_eps)
+
+
+def _predict_post_norm(
+    mean: Tensor,
+    precision: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    direct_map: Tensor,
+    noise_variance: Tensor,
+) -> tuple[Tensor, ...]:
+    """FFN(h) and the precision before the LayerNorm, then J, which backward reads again."""
+    hidden = F.linear(mean, w1, b1)
+    drift = F.linear(F.gelu(hidden), w2, b2)
+    jacobian_diag = gelu_slope(hidden) @ direct_map
+    moved_variance = (1 + jacobian_diag).square() / precision + noise_variance
+    return drift, moved_variance.reciprocal(), jacobian_diag
+
+
+def _predict_post_norm_adjoint(
+    mean: Tensor,
+    precision: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    direct_map: Tensor,
+    noise_variance: Tensor,
+    *kept_and_grads: Tensor,
+) -> tuple[Tensor, ...]:
+    return adjoints.predict_post_norm(mean, precision, w1, b1, w2, direct_map, *kept_and_grads)
 
 
 @full_precision
@@ -396,10 +589,11 @@ def normalise(state: Gaussian, ln_weight_D: Tensor, ln_bias_D: Tensor, ln_eps: f
         ln_weight_D, ln_bias_D: γ and β.
         ln_eps: ε > 0.
     """
-    centred = state.mean - state.mean.mean(-1, keepdim=True)
-    scale_squared = centred.square().mean(-1, keepdim=True) + ln_eps
+    # m moves no variance: its share of the derivative is 0, and left out. A norm is one pass, torch's `var` many.
+    centred = state.mean - state.mean.mean(-1, keepdim=True).detach()
+    scale_squared = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square() / centred.shape[-1] + ln_eps
     return Gaussian(
-        centred * scale_squared.rsqrt() * ln_weight_D + ln_bias_D,
+        F.layer_norm(state.mean, ln_weight_D.shape, ln_weight_D, ln_bias_D, ln_eps),
         state.precision * scale_squared / (ln_weight_D.square() + GAIN_FLOOR),
     )
 
@@ -417,22 +611,48 @@ def diffuse(posterior: Gaussian, process_noise_variance_D: Tensor) -> Gaussian:
     return Gaussian(posterior.mean, (posterior.precision.reciprocal() + process_noise_variance_D).reciprocal())
 
 
-def gelu_slope(x: Tensor) -> Tensor:
-    """Derivative of the exact GELU: Φ(x) + x·φ(x)."""
-    cumulative = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-    return cumulative + x * torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
+def _standardised(mean: Tensor, ln_eps: float) -> tuple[Tensor, Tensor]:
+    """x̂ and s of a LayerNorm."""
+    centred = mean - mean.mean(-1, keepdim=True)
+    scale = (centred.square().mean(-1, keepdim=True) + ln_eps).sqrt()
+    return centred / scale, scale
+
+
+def _shrunk(shrinkage_dof: float, spread: Tensor, prior_variance: Tensor, n: Tensor, seen: Tensor) -> Tensor:
+    """(ν0 σ0² + n·spread)/(ν0 + n − 1), and 1 where nobody is seen."""
+    dof = shrinkage_dof + n - 1
+    by_prior, share = torch.where(seen, shrinkage_dof * prior_variance / dof, 1), torch.where(seen, n / dof, 0)
+    return torch.addcmul(by_prior, share, spread)
+
+
+def _weighted(weights_BHTS: Tensor, values_BS: Tensor) -> Tensor:
+    """Σ_j weight·value (B,H,T,1) of values that the heads share."""
+    return (weights_BHTS.flatten(1, 2) @ values_BS[..., None]).view(*weights_BHTS.shape[:3], 1)
+
+
+def _as_numbers(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 where visible, 0 where hidden; by way of bytes, because torch reads booleans one at a time."""
+    return visible.view(torch.uint8).to(dtype)
 
 
 def _finite_where_hidden(neighbour_precision_BS: Tensor, visible_BTS: Tensor) -> Tensor:
     """λ̄ with 1 in place of what no position sees: padding's 0 would give NaN under the mask."""
-    return torch.where(visible_BTS.any(1), neighbour_precision_BS, 1)
+    seen_BS = _as_numbers(visible_BTS, neighbour_precision_BS.dtype).sum(1) > 0
+    return torch.where(seen_BS, neighbour_precision_BS, 1)
 
 
-def _relative_precision(neighbour_precision_BS: Tensor, visible_BTS: Tensor) -> Tensor:
-    """λ̄_j/m_t (B,T,S): each neighbour's precision over the mean of those that the position sees."""
-    count_BT1 = visible_BTS.sum(-1, keepdim=True)
-    total_BT1 = visible_BTS.to(neighbour_precision_BS.dtype) @ neighbour_precision_BS[..., None]
-    return neighbour_precision_BS[:, None] * (count_BT1 / torch.where(count_BT1 > 0, total_BT1, 1))
+def _relative_precision(neighbour_precision_BS: Tensor, visible_BTS: Tensor, attention_norm: float) -> Tensor:
+    """λ̄_j/m_t/norm (B,1,T,S), m_t the mean over those that the position sees; 0 where hidden."""
+    total_BT1 = visible_BTS @ neighbour_precision_BS[..., None]
+    scale_BT1 = visible_BTS.sum(-1, keepdim=True) / (torch.where(total_BT1 > 0, total_BT1, 1) * attention_norm)
+    return (visible_BTS * neighbour_precision_BS[:, None] * scale_BT1)[:, None]
+
+
+def _dropout_mask(query_BHTC: Tensor, key_BHSC: Tensor, dropout: float) -> Tensor | None:
+    """What dropout multiplies weights (B,H,T,S) by, drawn once so that backward sees the same; None without it."""
+    if dropout == 0:
+        return None
+    return F.dropout(query_BHTC.new_ones(*query_BHTC.shape[:3], key_BHSC.shape[2]), dropout)
 
 
 def _at_least_float32(value: Any) -> Any:

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from model.backbone import Backbone
 from model.config import FIRST_ITEM
 from model.filtering import Gaussian
 
-CHUNK_ROWS = 512
+CHUNK_ROWS = 64
 """Rows scored at a time by the full loss, so that the (rows,N) matrices stay small and in cache."""
 
 
@@ -27,108 +25,85 @@ def full_cross_entropy(model: Backbone, state: Gaussian, targets_R: Tensor) -> T
         targets_R: item numbers.
     """
     rows = targets_R - FIRST_ITEM
-    if not model.config.filtering:
-        chunks = zip(
-            state.mean.split(CHUNK_ROWS),
-            state.precision.split(CHUNK_ROWS),
-            rows.split(CHUNK_ROWS),
-            strict=True,
-        )
-        return sum(checkpoint(_plain_chunk, model, *chunk, use_reentrant=False) for chunk in chunks) / len(rows)
     head, catalogue = model.head, model.catalogue()
-    readout = head.readout(state)
-    candidate_variance = head.candidate_variance(model.log_count)
-    total = GaussianCrossEntropy.apply(
-        readout.mean,
-        readout.variance,
-        catalogue,
-        candidate_variance,
-        catalogue.mean(0),
-        head.shrinkage(),
+    z = head.readout(state)
+    if not model.config.filtering:
+        return OnePassCrossEntropy.apply(z.mean, catalogue, None, None, rows) / max(1, len(rows))
+    # (μ − m)/√(1 + c·v), each a product over d:   μ − m = ⟨z, e − ē⟩,   1 + c·v = ⟨(c·ρ, c·Σ(z² + ρ)/D, 1), (e², r, 1)⟩
+    shrinkage = head.shrinkage()
+    energy = (z.mean.square() + z.variance).mean(-1, keepdim=True)
+    candidate_variance = head.candidate_variance(model.log_count)[:, None]
+    total = OnePassCrossEntropy.apply(
+        z.mean,
+        catalogue - catalogue.mean(0),
+        torch.cat([shrinkage * z.variance, shrinkage * energy, torch.ones_like(energy)], 1),
+        torch.cat([catalogue.square(), candidate_variance, torch.ones_like(candidate_variance)], 1),
         rows,
     )
     return total / max(1, len(rows))
 
 
-class GaussianCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of R Gaussian readouts over all N items, value and gradient in one pass.
+class OnePassCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of R states over all N items, value and gradient in one pass.
 
     A softmax's gradient is known as soon as its value is, so no (R,N) matrix outlives its chunk and nothing
     is computed twice (benchmarks/full_loss.py compares it with the same formula under autograd).
 
-        logit = (μ − m)·s      s = 1/√(1 + c·v)      G = softmax(logit) − onehot(target)
-        ∂μ = G·s      ∂m = −Σ_N ∂μ      ∂v = −(c/2)·G·(μ − m)·s³      ∂c = −½ Σ G·(μ − m)·s³·v
+        logit = x/√y      x = ⟨left, right⟩      y = ⟨spread_left, spread_right⟩ > 0, or 1 without the two
+        G = softmax(logit) − onehot(target)      ∂x = G/√y      ∂y = −½·G·logit/y
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        mean_RD: Tensor,
-        variance_RD: Tensor,
-        items_ND: Tensor,
-        candidate_variance_N: Tensor,
-        catalogue_mean_D: Tensor,
-        shrinkage: Tensor,
+        left_RD: Tensor,
+        right_ND: Tensor,
+        spread_left_RE: Tensor | None,
+        spread_right_NE: Tensor | None,
         target_rows_R: Tensor,
     ) -> Tensor:
-        """The sum, a scalar; arguments as in `GaussianHead.forward`, targets as catalogue rows."""
-        width = mean_RD.shape[1]
-        squares_ND = items_ND.square()
-        total, shrinkage_grad = mean_RD.new_zeros(()), mean_RD.new_zeros(())
-        mean_grads, variance_grads = [], []
-        items_grad, squares_grad = torch.zeros_like(items_ND), torch.zeros_like(items_ND)
-        candidate_grad, catalogue_mean_grad = (
-            torch.zeros_like(candidate_variance_N),
-            torch.zeros_like(catalogue_mean_D),
-        )
-
-        for mean, variance, target_rows in zip(
-            mean_RD.split(CHUNK_ROWS),
-            variance_RD.split(CHUNK_ROWS),
-            target_rows_R[:, None].split(CHUNK_ROWS),
-            strict=True,
-        ):
-            energy = (mean.square() + variance).mean(-1, keepdim=True)
-            centred = torch.addmm(-(mean @ catalogue_mean_D)[:, None], mean, items_ND.T)
-            score_variance = torch.addmm(energy * candidate_variance_N, variance, squares_ND.T)
-            scale = (score_variance * shrinkage).add_(1).rsqrt_()
-            logit = centred * scale
-            partition = logit.logsumexp(1, keepdim=True)
-            total += (partition - logit.gather(1, target_rows)).sum()
-
-            logit_grad = logit.sub_(partition).exp_()
+        """The sum, a scalar; targets are rows of `right_ND`."""
+        total = left_RD.new_zeros(())
+        left_grads, spread_left_grads = [], []
+        right_grad, right_DN = torch.zeros_like(right_ND), right_ND.T.contiguous()
+        if spread_right_NE is not None:
+            spread_right_grad, spread_right_EN = torch.zeros_like(spread_right_NE), spread_right_NE.T.contiguous()
+        # Written again in every chunk: fresh memory would cost more than what is computed in it.
+        num_buffers = 2 if spread_left_RE is None else 3
+        buffers = left_RD.new_empty(num_buffers, min(CHUNK_ROWS, len(left_RD)), len(right_ND))
+        for begin in range(0, max(1, len(left_RD)), CHUNK_ROWS):
+            rows = slice(begin, begin + CHUNK_ROWS)
+            left, target_rows = left_RD[rows], target_rows_R[rows, None]
+            logit, logit_grad, *others = buffers[:, : len(left)]
+            torch.mm(left, right_DN, out=logit)
+            if spread_left_RE is not None:
+                (root,) = others
+                torch.mm(spread_left_RE[rows], spread_right_EN, out=root).sqrt_()
+                logit.div_(root)
+            torch.softmax(logit, 1, out=logit_grad)
+            # log Σ exp(logit), from the largest: softmax has the exponentials already.
+            partition = logit.amax(1) - logit_grad.amax(1).log()
+            total += partition.sum() - logit.gather(1, target_rows).sum()
             logit_grad.scatter_add_(1, target_rows, logit_grad.new_full(target_rows.shape, -1.0))
-            score_mean_grad = logit_grad.mul_(scale)
-            score_variance_grad = scale.square_().mul_(centred).mul_(score_mean_grad)
-            shrinkage_grad -= torch.dot(score_variance_grad.flatten(), score_variance.flatten()) / 2
-            score_variance_grad.mul_(-shrinkage / 2)
-            centre_grad = -score_mean_grad.sum(1)
-            energy_grad = score_variance_grad @ candidate_variance_N
-
-            outer = centre_grad[:, None] * catalogue_mean_D + (2 / width * energy_grad)[:, None] * mean
-            mean_grads.append(torch.addmm(outer, score_mean_grad, items_ND))
-            variance_grads.append(torch.addmm((energy_grad / width)[:, None], score_variance_grad, squares_ND))
-            items_grad.addmm_(score_mean_grad.T, mean)
-            squares_grad.addmm_(score_variance_grad.T, variance)
-            candidate_grad += score_variance_grad.T @ energy[:, 0]
-            catalogue_mean_grad += centre_grad @ mean
-
-        items_grad.addcmul_(items_ND, squares_grad, value=2)
-        ctx.save_for_backward(
-            torch.cat(mean_grads),
-            torch.cat(variance_grads),
-            items_grad,
-            candidate_grad,
-            catalogue_mean_grad,
-            shrinkage_grad,
-        )
+            if spread_left_RE is not None:
+                logit_grad.div_(root)
+                spread_grad = logit.mul_(logit_grad).div_(root)
+                spread_left_grads.append(spread_grad @ spread_right_NE)
+                spread_right_grad.addmm_(spread_grad.T, spread_left_RE[rows])
+            left_grads.append(logit_grad @ right_ND)
+            right_grad.addmm_(logit_grad.T, left)
+        grads = [torch.cat(left_grads), right_grad]
+        if spread_left_RE is not None:
+            grads += [torch.cat(spread_left_grads).mul_(-0.5), spread_right_grad.mul_(-0.5)]
+        ctx.save_for_backward(*grads)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, total_grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients found in forward, scaled."""
-        return (*(total_grad * grad for grad in ctx.saved_tensors), None)
+        grads = [total_grad * grad for grad in ctx.saved_tensors]
+        return (*grads, *[None] * (5 - len(grads)))
 
 
 def sampled_softmax(
@@ -143,7 +118,3 @@ def sampled_softmax(
     own = model.score_pairs(state, rows).logit
     others = model.score(state, negatives).logit.masked_fill(negatives == rows[:, None], -torch.inf)
     return (torch.cat([own[:, None], others], 1).logsumexp(1) - own).mean()
-
-
-def _plain_chunk(model: Backbone, mean: Tensor, precision: Tensor, target_rows: Tensor) -> Tensor:
-    return F.cross_entropy(model.score(Gaussian(mean, precision)).logit, target_rows, reduction="sum")

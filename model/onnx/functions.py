@@ -22,28 +22,32 @@ BFT = Opset(DOMAIN, VERSION)
 
 @script(BFT, default_opset=op)
 def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_dof: float):
-    """`filtering.krige` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
-    channels = op.CastLike(op.Shape(query, start=3, end=4), query)
-    hidden = op.ReduceMax(op.CastLike(visible, query), [1], keepdims=0) == 0.0
-    finite_precision = op.Where(hidden, 1.0, neighbour_precision)
-    logits = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) / op.Sqrt(channels)
-    logits = logits + op.Unsqueeze(op.Log(finite_precision), [1, 2])
-    visible_here = op.Unsqueeze(visible, [1])
-    weights = op.Softmax(op.Where(visible_here, logits, -1e30), axis=-1) * op.CastLike(visible_here, logits)
-    total = op.ReduceSum(weights, [3], keepdims=1)
-    seen = total > 0.0
+    """`filtering.krige` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T).
 
-    kriged_mean = op.MatMul(weights, value)
-    spread = op.MatMul(weights, value * value) - kriged_mean * kriged_mean
-    residual_variance = op.Max(spread, 0.0)
-    n = 1.0 / op.Where(seen, op.ReduceSum(weights * weights, [3], keepdims=1), 1.0)
-    kriging_prior_variance = op.MatMul(weights, op.Unsqueeze(1.0 / finite_precision, [1, 3]))
+    The (B,H,T,S) weights are read as few times as can be: all three sums over neighbours are one product.
+    """
+    num_channels = op.Shape(query, start=3, end=4)
+    mask = op.CastLike(visible, query)
+    hidden = op.ReduceMax(mask, [1], keepdims=0) == 0.0
+    finite_precision = op.Where(hidden, 1.0, neighbour_precision)
+    bias = op.Where(visible, op.Unsqueeze(op.Log(finite_precision), [1]), -1e30)
+    scaled_query = query / op.Sqrt(op.CastLike(num_channels, query))
+    logits = op.MatMul(scaled_query, op.Transpose(key, perm=[0, 1, 3, 2])) + op.Unsqueeze(bias, [1])
+    # Uniform where nothing is visible: `seen` replaces what comes of it.
+    weights = op.Softmax(logits, axis=-1)
+    seen = op.Unsqueeze(op.ReduceMax(mask, [2], keepdims=1), [1]) > 0.0
+
+    neighbour_variance = op.Unsqueeze(1.0 / finite_precision, [1, 3]) + 0.0 * op.Slice(value, [0], [1], [3])
+    sums = op.MatMul(weights, op.Concat(value, value * value, neighbour_variance, axis=3))
+    sizes = op.Concat(num_channels, num_channels, op.Constant(value_ints=[1]), axis=0)
+    kriged_mean, mean_square, kriging_prior_variance = op.Split(sums, sizes, axis=3)
+    residual_variance = op.Max(mean_square - kriged_mean * kriged_mean, 0.0)
+    n = 1.0 / op.ReduceSumSquare(weights, [3], keepdims=1)
     dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
     reml = (dof * kriging_prior_variance + n * residual_variance) / (dof + n - 1.0)
-    reml_variance = op.Where(seen, reml, 1.0)
 
-    mean = op.Reshape(op.Transpose(kriged_mean, perm=[0, 2, 1, 3]), [0, 0, -1])
-    variance = op.Reshape(op.Transpose(reml_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
+    mean = op.Reshape(op.Transpose(op.Where(seen, kriged_mean, 0.0), perm=[0, 2, 1, 3]), [0, 0, -1])
+    variance = op.Reshape(op.Transpose(op.Where(seen, reml, 1.0), perm=[0, 2, 1, 3]), [0, 0, -1])
     effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
     return mean, variance, effective_sample_size
 
@@ -52,36 +56,41 @@ def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_
 def SandwichAttention(
     query, key, value, bias, neighbour_precision, visible, attention_norm: float, shrinkage_dof: float
 ):
-    """`filtering.sandwich` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
-    hidden = op.ReduceMax(op.CastLike(visible, query), [1], keepdims=0) == 0.0
-    finite_precision = op.Where(hidden, 1.0, neighbour_precision)
-    logits = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) + op.Unsqueeze(bias, [1])
-    # Not x·Sigmoid(x): a runtime's Sigmoid may be exact to 1e-8 only, which far below 0 is all there is.
-    activation = logits / (1.0 + op.Exp(-logits))
-    norm = op.CastLike(op.Constant(value_float=attention_norm), query)
-    attention = op.Where(op.Unsqueeze(visible, [1]), activation / norm, 0.0)
+    """`filtering.sandwich` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T).
 
+    As few passes over (B,H,T,S) as can be: the sums of |w| are one product, those of w² another.
+    """
+    num_channels = op.Shape(query, start=3, end=4)
     mask = op.CastLike(visible, query)
+    hidden = op.ReduceMax(mask, [1], keepdims=0) == 0.0
+    finite_precision = op.Where(hidden, 1.0, neighbour_precision)
     count = op.ReduceSum(mask, [2], keepdims=1)
-    total = op.MatMul(mask, op.Unsqueeze(finite_precision, [2]))
-    relative = op.Unsqueeze(finite_precision, [1]) * (count / op.Where(count > 0.0, total, 1.0))
-    weights = attention * op.Unsqueeze(relative, [1])
-    seen = op.ReduceSum(weights * weights, [3], keepdims=1) >= 1e-20
+    total_precision = op.MatMul(mask, op.Unsqueeze(finite_precision, [2]))
+    norm = op.CastLike(op.Constant(value_float=attention_norm), query)
+    relative = op.Unsqueeze(finite_precision, [1]) * (count / (norm * op.Where(count > 0.0, total_precision, 1.0)))
+    # SiLU(l) = −m/(1 + eᵐ) of m = −l. Not l·Sigmoid(l): a runtime's Sigmoid may be exact to 1e-8 only, which far
+    # below 0 is all there is.
+    negative_logits = op.MatMul(-query, op.Transpose(key, perm=[0, 1, 3, 2])) - op.Unsqueeze(bias, [1])
+    weights = negative_logits / (1.0 + op.Exp(negative_logits)) * op.Unsqueeze(op.Where(visible, -relative, 0.0), [1])
 
-    magnitude = op.Abs(weights)
-    mass = magnitude / op.Where(seen, op.ReduceSum(magnitude, [3], keepdims=1), 1.0)
-    squares = mass * mass
-    n = 1.0 / op.Where(seen, op.ReduceSum(squares, [3], keepdims=1), 1.0)
-    centre = op.MatMul(mass, value)
-    spread = op.MatMul(squares, value * value) - 2.0 * centre * op.MatMul(squares, value)
-    sandwich_variance = op.Max(n * spread + centre * centre, 0.0)
-    kriging_prior_variance = op.MatMul(mass, op.Unsqueeze(1.0 / finite_precision, [1, 3]))
+    one = 1.0 + 0.0 * op.Slice(value, [0], [1], [3])
+    neighbour_variance = op.Unsqueeze(1.0 / finite_precision, [1, 3]) * one
+    last = op.Constant(value_ints=[1])
+    magnitude_sums = op.MatMul(op.Abs(weights), op.Concat(value, neighbour_variance, one, axis=3))
+    centre_sum, prior_sum, magnitude = op.Split(magnitude_sums, op.Concat(num_channels, last, last, axis=0), axis=3)
+    square_sums = op.MatMul(weights * weights, op.Concat(value, value * value, one, axis=3))
+    skew, spread, energy = op.Split(square_sums, op.Concat(num_channels, num_channels, last, axis=0), axis=3)
+    seen = energy >= 1e-20
+    finite_energy = op.Where(seen, energy, 1.0)
+    total = op.Where(seen, magnitude, 1.0)
+    n = total * total / finite_energy
+    centre = centre_sum / total
+    sandwich_variance = op.Max((spread - 2.0 * centre * skew) / finite_energy + centre * centre, 0.0)
     dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
-    shrunk = (dof * kriging_prior_variance + n * sandwich_variance) / (dof + n - 1.0)
-    shrunk_variance = op.Where(seen, shrunk, 1.0)
+    shrunk = (dof * (prior_sum / total) + n * sandwich_variance) / (dof + n - 1.0)
 
     mean = op.Reshape(op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3]), [0, 0, -1])
-    variance = op.Reshape(op.Transpose(shrunk_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
+    variance = op.Reshape(op.Transpose(op.Where(seen, shrunk, 1.0), perm=[0, 2, 1, 3]), [0, 0, -1])
     effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
     return mean, variance, effective_sample_size
 
@@ -97,23 +106,34 @@ def KalmanUpdate(prior_mean, prior_precision, innovation, observation_precision)
 
 @script(BFT, default_opset=op)
 def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
-    """`filtering.predict` → mean, precision, each (B,T,D)."""
+    """`filtering.predict` → mean, precision, each (B,T,D).
+
+    As few passes over the (B,T,K) hidden units as can be. With u = hidden/√2 and g = (2/√π)·u·exp(−u²):
+
+        GELU(hidden) = (u + u·erf u)/√2      2·GELU′(hidden) = 1 + erf u + g
+
+    What is linear in x̂ leaves the hidden units: both products with W2 share x̂·(W2·W1γ)ᵀ/2. The parameters' own
+    products are constants, which a runtime folds when it loads the graph.
+    """
     centred = mean - op.ReduceMean(mean, [-1], keepdims=1)
     eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
     scale = op.Sqrt(op.ReduceMean(centred * centred, [-1], keepdims=1) + eps)
     normalised = centred / scale
 
-    w1_gamma = w1 * ln_weight
-    sensitivity = op.MatMul(normalised, op.Transpose(w1_gamma, perm=[1, 0]))
-    hidden = sensitivity + (op.MatMul(w1, ln_bias) + b1)
-    cumulative = 0.5 * (1.0 + op.Erf(hidden * 0.7071067811865476))
-    w2_transposed = op.Transpose(w2, perm=[1, 0])
-    drift = op.MatMul(hidden * cumulative, w2_transposed) + b2
+    w1_gamma = w1 * ln_weight * 0.7071067811865476
+    w2_transposed = op.Transpose(w2, perm=[1, 0]) * 0.7071067811865476
+    shift = (op.MatMul(w1, ln_bias) + b1) * 0.7071067811865476
+    direct_map = w2_transposed * (w1_gamma - op.ReduceMean(w1_gamma, [-1], keepdims=1))
+    linear = op.MatMul(normalised, op.MatMul(op.Transpose(w1_gamma, perm=[1, 0]), w2_transposed))
 
-    slope = cumulative + hidden * op.Exp(-0.5 * hidden * hidden) * 0.3989422804014327
-    direct = op.MatMul(slope, w2_transposed * (w1_gamma - op.ReduceMean(w1_gamma, [-1], keepdims=1)))
+    sensitivity = op.MatMul(normalised, op.Transpose(w1_gamma, perm=[1, 0]))
+    u = sensitivity + shift
+    erf = op.Erf(u)
+    drift = op.MatMul(u * erf, w2_transposed) + linear + (op.MatMul(shift, w2_transposed) + b2)
+    slope = erf + u * op.Exp(0.1207822376352452 - u * u)
+    direct = op.MatMul(slope, direct_map) + op.ReduceSum(direct_map, [0], keepdims=0)
     width = op.CastLike(op.Shape(mean, start=2, end=3), mean)
-    through_scale = normalised / width * op.MatMul(slope * sensitivity, w2_transposed)
+    through_scale = normalised / width * (op.MatMul(slope * sensitivity, w2_transposed) + linear)
     stretch = 1.0 + (direct - through_scale) / scale
 
     predicted_mean = mean + drift
@@ -123,14 +143,18 @@ def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process
 
 @script(BFT, default_opset=op)
 def PostNormPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
-    """`filtering.predict_post_norm` → mean, precision, each (B,T,D)."""
-    hidden = op.MatMul(mean, op.Transpose(w1, perm=[1, 0])) + b1
-    cumulative = 0.5 * (1.0 + op.Erf(hidden * 0.7071067811865476))
-    w2_transposed = op.Transpose(w2, perm=[1, 0])
-    moved = mean + (op.MatMul(hidden * cumulative, w2_transposed) + b2)
+    """`filtering.predict_post_norm` → mean, precision, each (B,T,D); the hidden units as in `DynamicsPredict`."""
+    half_w1 = w1 * 0.7071067811865476
+    w2_transposed = op.Transpose(w2, perm=[1, 0]) * 0.7071067811865476
+    shift = b1 * 0.7071067811865476
+    direct_map = w2_transposed * half_w1
+    u = op.MatMul(mean, op.Transpose(half_w1, perm=[1, 0])) + shift
+    erf = op.Erf(u)
+    linear = op.MatMul(mean, op.MatMul(op.Transpose(half_w1, perm=[1, 0]), w2_transposed))
+    moved = mean + (op.MatMul(u * erf, w2_transposed) + linear + (op.MatMul(shift, w2_transposed) + b2))
 
-    slope = cumulative + hidden * op.Exp(-0.5 * hidden * hidden) * 0.3989422804014327
-    stretch = 1.0 + op.MatMul(slope, w2_transposed * w1)
+    slope = erf + u * op.Exp(0.1207822376352452 - u * u)
+    stretch = 1.0 + (op.MatMul(slope, direct_map) + op.ReduceSum(direct_map, [0], keepdims=0))
     moved_variance = stretch * stretch / precision + process_noise_variance
 
     centred = moved - op.ReduceMean(moved, [-1], keepdims=1)
@@ -168,12 +192,12 @@ def GaussianTopK(
     highest = op.ReduceMax(scaled, [-1], keepdims=1)
     # A user who has seen everything has no finite logit: −inf − −inf would be NaN.
     highest = op.Where(op.IsInf(highest), 0.0, highest)
-    shifted = scaled - highest
+    # A floor: −inf times a weight of 0 would be NaN. exp(−1e4) is 0.
+    shifted = op.Max(scaled - highest, -1e4)
     weight = op.Exp(shifted)
     total = op.ReduceSum(weight, [-1], keepdims=1)
     log_total = op.Log(total)
-    finite_shift = op.Where(weight > 0.0, shifted, 0.0)
-    mean_shift = op.ReduceSum(weight * finite_shift, [-1], keepdims=1) / total
+    mean_shift = op.ReduceSum(weight * shifted, [-1], keepdims=1) / total
     entropy = op.Squeeze(op.Where(total > 0.0, log_total - mean_shift, 0.0), [1])
     log_partition = op.Squeeze(log_total + highest, [1])
 
