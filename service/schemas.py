@@ -347,15 +347,6 @@ class RankingResponse(_Answer):
                             "confidence": 0.061,
                             "reliability": 0.74,
                         },
-                        {
-                            "item_id": "not-in-the-catalogue",
-                            "rank": 2,
-                            "known": False,
-                            "score": None,
-                            "std": None,
-                            "confidence": None,
-                            "reliability": None,
-                        },
                     ],
                     "list_confidence": 0.061,
                     "calibration": {
