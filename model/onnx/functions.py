@@ -24,25 +24,27 @@ BFT = Opset(DOMAIN, VERSION)
 def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_dof: float):
     """`filtering.krige` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
     channels = op.CastLike(op.Shape(query, start=3, end=4), query)
-    hidden = op.ReduceMax(op.CastLike(visible, query), [1], keepdims=0) == 0.0
+    mask = op.CastLike(visible, query)
+    hidden = op.ReduceMax(mask, [1], keepdims=0) == 0.0
     finite_precision = op.Where(hidden, 1.0, neighbour_precision)
-    logits = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) / op.Sqrt(channels)
-    logits = logits + op.Unsqueeze(op.Log(finite_precision), [1, 2])
-    visible_here = op.Unsqueeze(visible, [1])
-    weights = op.Softmax(op.Where(visible_here, logits, -1e30), axis=-1) * op.CastLike(visible_here, logits)
-    total = op.ReduceSum(weights, [3], keepdims=1)
-    seen = total > 0.0
+    # Mask and log λ̄ are one bias: a pass over (B,H,T,S) costs as much as a product.
+    bias = op.Unsqueeze(op.Where(visible, op.Unsqueeze(op.Log(finite_precision), [1]), -1e30), [1])
+    scaled_query = query * (1.0 / op.Sqrt(channels))
+    weights = op.Softmax(op.MatMul(scaled_query, op.Transpose(key, perm=[0, 1, 3, 2])) + bias, axis=-1)
+    # A row without neighbours has weights all the same, and nothing below reads them.
+    seen_mask = op.Unsqueeze(op.ReduceMax(mask, [2], keepdims=1), [1])
+    seen = seen_mask > 0.0
 
     kriged_mean = op.MatMul(weights, value)
-    spread = op.MatMul(weights, value * value) - kriged_mean * kriged_mean
-    residual_variance = op.Max(spread, 0.0)
-    n = 1.0 / op.Where(seen, op.ReduceSum(weights * weights, [3], keepdims=1), 1.0)
+    residual_variance = op.Max(op.MatMul(weights, value * value) - kriged_mean * kriged_mean, 0.0)
+    n = 1.0 / op.ReduceSumSquare(weights, [3], keepdims=1)
     kriging_prior_variance = op.MatMul(weights, op.Unsqueeze(1.0 / finite_precision, [1, 3]))
-    dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
-    reml = (dof * kriging_prior_variance + n * residual_variance) / (dof + n - 1.0)
-    reml_variance = op.Where(seen, reml, 1.0)
+    prior_dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
+    dof = prior_dof + n - 1.0
+    by_prior = op.Where(seen, prior_dof * kriging_prior_variance / dof, 1.0)
+    reml_variance = by_prior + op.Where(seen, n / dof, 0.0) * residual_variance
 
-    mean = op.Reshape(op.Transpose(kriged_mean, perm=[0, 2, 1, 3]), [0, 0, -1])
+    mean = op.Reshape(op.Transpose(kriged_mean * seen_mask, perm=[0, 2, 1, 3]), [0, 0, -1])
     variance = op.Reshape(op.Transpose(reml_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
     effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
     return mean, variance, effective_sample_size
@@ -53,32 +55,37 @@ def SandwichAttention(
     query, key, value, bias, neighbour_precision, visible, attention_norm: float, shrinkage_dof: float
 ):
     """`filtering.sandwich` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
-    hidden = op.ReduceMax(op.CastLike(visible, query), [1], keepdims=0) == 0.0
+    mask = op.CastLike(visible, query)
+    hidden = op.ReduceMax(mask, [1], keepdims=0) == 0.0
     finite_precision = op.Where(hidden, 1.0, neighbour_precision)
     logits = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) + op.Unsqueeze(bias, [1])
     # Not x·Sigmoid(x): a runtime's Sigmoid may be exact to 1e-8 only, which far below 0 is all there is.
     activation = logits / (1.0 + op.Exp(-logits))
-    norm = op.CastLike(op.Constant(value_float=attention_norm), query)
-    attention = op.Where(op.Unsqueeze(visible, [1]), activation / norm, 0.0)
 
-    mask = op.CastLike(visible, query)
+    # Mask, divisor and relative precision are one factor: a pass over (B,H,T,S) costs as much as a product.
     count = op.ReduceSum(mask, [2], keepdims=1)
     total = op.MatMul(mask, op.Unsqueeze(finite_precision, [2]))
-    relative = op.Unsqueeze(finite_precision, [1]) * (count / op.Where(count > 0.0, total, 1.0))
-    weights = attention * op.Unsqueeze(relative, [1])
-    seen = op.ReduceSum(weights * weights, [3], keepdims=1) >= 1e-20
+    norm = op.CastLike(op.Constant(value_float=attention_norm), query)
+    share = count / (norm * op.Where(count > 0.0, total, 1.0))
+    relative = mask * op.Unsqueeze(finite_precision, [1]) * share
+    weights = activation * op.Unsqueeze(relative, [1])
 
-    magnitude = op.Abs(weights)
-    mass = magnitude / op.Where(seen, op.ReduceSum(magnitude, [3], keepdims=1), 1.0)
-    squares = mass * mass
-    n = 1.0 / op.Where(seen, op.ReduceSum(squares, [3], keepdims=1), 1.0)
-    centre = op.MatMul(mass, value)
-    spread = op.MatMul(squares, value * value) - 2.0 * centre * op.MatMul(squares, value)
-    sandwich_variance = op.Max(n * spread + centre * centre, 0.0)
-    kriging_prior_variance = op.MatMul(mass, op.Unsqueeze(1.0 / finite_precision, [1, 3]))
-    dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
-    shrunk = (dof * kriging_prior_variance + n * sandwich_variance) / (dof + n - 1.0)
-    shrunk_variance = op.Where(seen, shrunk, 1.0)
+    magnitudes = op.Abs(weights)
+    squares = weights * weights
+    energy = op.ReduceSum(squares, [3], keepdims=1)
+    seen = energy >= 1e-20
+    energy_seen = op.Where(seen, energy, 1.0)
+    mass = op.Where(seen, op.ReduceSum(magnitudes, [3], keepdims=1), 1.0)
+    n = mass * mass / energy_seen
+    centre = op.MatMul(magnitudes, value) / mass
+    skew = op.MatMul(squares, value) * (2.0 / energy_seen)
+    spread = op.MatMul(squares, value * value) / energy_seen
+    sandwich_variance = op.Max(spread + centre * (centre - skew), 0.0)
+    kriging_prior_variance = op.MatMul(magnitudes, op.Unsqueeze(1.0 / finite_precision, [1, 3])) / mass
+    prior_dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
+    dof = prior_dof + n - 1.0
+    by_prior = op.Where(seen, prior_dof * kriging_prior_variance / dof, 1.0)
+    shrunk_variance = by_prior + op.Where(seen, n / dof, 0.0) * sandwich_variance
 
     mean = op.Reshape(op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3]), [0, 0, -1])
     variance = op.Reshape(op.Transpose(shrunk_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
@@ -97,46 +104,55 @@ def KalmanUpdate(prior_mean, prior_precision, innovation, observation_precision)
 
 @script(BFT, default_opset=op)
 def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
-    """`filtering.predict` → mean, precision, each (B,T,D)."""
-    centred = mean - op.ReduceMean(mean, [-1], keepdims=1)
-    eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
-    scale = op.Sqrt(op.ReduceMean(centred * centred, [-1], keepdims=1) + eps)
-    normalised = centred / scale
+    """`filtering.predict` → mean, precision, each (B,T,D).
+
+    Hidden units are scaled by √½, as Erf wants them, and what follows is doubled: the weights, which a runtime folds,
+    take the factors, because every pass over (B·T,K) costs half a product.
+    """
+    width = op.CastLike(op.Shape(w2, start=0, end=1), w2)
+    ones = op.CastLike(op.ConstantOfShape(op.Shape(ln_weight)), ln_weight) + 1.0
+    rows = op.Flatten(mean, axis=2)
+    normalised, centre, inverse_scale = op.LayerNormalization(rows, ones, axis=-1, epsilon=ln_eps)
 
     w1_gamma = w1 * ln_weight
-    sensitivity = op.MatMul(normalised, op.Transpose(w1_gamma, perm=[1, 0]))
-    hidden = sensitivity + (op.MatMul(w1, ln_bias) + b1)
-    cumulative = 0.5 * (1.0 + op.Erf(hidden * 0.7071067811865476))
     w2_transposed = op.Transpose(w2, perm=[1, 0])
-    drift = op.MatMul(hidden * cumulative, w2_transposed) + b2
+    sensitivity = op.MatMul(normalised, op.Transpose(w1_gamma, perm=[1, 0]) * 0.7071067811865476)
+    hidden = sensitivity + (op.MatMul(w1, ln_bias) + b1) * 0.7071067811865476
+    cumulative = 1.0 + op.Erf(hidden)
+    drift = op.Gemm(hidden * cumulative, w2_transposed * 0.7071067811865476, b2)
 
-    slope = cumulative + hidden * op.Exp(-0.5 * hidden * hidden) * 0.3989422804014327
-    direct = op.MatMul(slope, w2_transposed * (w1_gamma - op.ReduceMean(w1_gamma, [-1], keepdims=1)))
-    width = op.CastLike(op.Shape(mean, start=2, end=3), mean)
-    through_scale = normalised / width * op.MatMul(slope * sensitivity, w2_transposed)
-    stretch = 1.0 + (direct - through_scale) / scale
+    # 0.12078… = log(2/√π)
+    slope = cumulative + hidden * op.Exp(0.12078223763524522 - hidden * hidden)
+    direct_map = w2_transposed * (w1_gamma - op.ReduceMean(w1_gamma, [-1], keepdims=1))
+    direct = op.MatMul(slope, direct_map * 0.5)
+    pushed = op.MatMul(slope * sensitivity, w2_transposed * (0.7071067811865476 / width))
+    stretch = 1.0 + (direct - normalised * pushed) * inverse_scale
 
-    predicted_mean = mean + drift
-    predicted_precision = 1.0 / (stretch * stretch / precision + process_noise_variance)
+    shape = op.Shape(mean)
+    predicted_mean = mean + op.Reshape(drift, shape)
+    predicted_precision = 1.0 / (op.Reshape(stretch * stretch, shape) / precision + process_noise_variance)
     return predicted_mean, predicted_precision
 
 
 @script(BFT, default_opset=op)
 def PostNormPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
-    """`filtering.predict_post_norm` → mean, precision, each (B,T,D)."""
-    hidden = op.MatMul(mean, op.Transpose(w1, perm=[1, 0])) + b1
-    cumulative = 0.5 * (1.0 + op.Erf(hidden * 0.7071067811865476))
+    """`filtering.predict_post_norm` → mean, precision, each (B,T,D); scaled as in `DynamicsPredict`."""
+    w1_transposed = op.Transpose(w1, perm=[1, 0])
     w2_transposed = op.Transpose(w2, perm=[1, 0])
-    moved = mean + (op.MatMul(hidden * cumulative, w2_transposed) + b2)
+    rows = op.Flatten(mean, axis=2)
+    hidden = op.Gemm(rows, w1_transposed * 0.7071067811865476, b1 * 0.7071067811865476)
+    cumulative = 1.0 + op.Erf(hidden)
+    drift = op.Gemm(hidden * cumulative, w2_transposed * 0.7071067811865476, b2)
+    slope = cumulative + hidden * op.Exp(0.12078223763524522 - hidden * hidden)
+    stretch = 1.0 + op.MatMul(slope, w2_transposed * w1 * 0.5)
 
-    slope = cumulative + hidden * op.Exp(-0.5 * hidden * hidden) * 0.3989422804014327
-    stretch = 1.0 + op.MatMul(slope, w2_transposed * w1)
-    moved_variance = stretch * stretch / precision + process_noise_variance
-
-    centred = moved - op.ReduceMean(moved, [-1], keepdims=1)
-    eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
-    scale_squared = op.ReduceMean(centred * centred, [-1], keepdims=1) + eps
-    predicted_mean = centred / op.Sqrt(scale_squared) * ln_weight + ln_bias
+    shape = op.Shape(mean)
+    moved = mean + op.Reshape(drift, shape)
+    moved_variance = op.Reshape(stretch * stretch, shape) / precision + process_noise_variance
+    predicted_mean, centre, inverse_scale = op.LayerNormalization(
+        moved, ln_weight, ln_bias, axis=-1, epsilon=ln_eps
+    )
+    scale_squared = 1.0 / (inverse_scale * inverse_scale)
     predicted_precision = scale_squared / (moved_variance * (ln_weight * ln_weight + 1e-6))
     return predicted_mean, predicted_precision
 
