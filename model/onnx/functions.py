@@ -31,9 +31,9 @@ def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_
     bias = op.Unsqueeze(op.Where(visible, op.Unsqueeze(op.Log(finite_precision), [1]), -1e30), [1])
     scaled_query = query * (1.0 / op.Sqrt(channels))
     weights = op.Softmax(op.MatMul(scaled_query, op.Transpose(key, perm=[0, 1, 3, 2])) + bias, axis=-1)
-    # A row without neighbours has weights all the same, and nothing below reads them.
-    seen_mask = op.Unsqueeze(op.ReduceMax(mask, [2], keepdims=1), [1])
-    seen = seen_mask > 0.0
+    # A row without neighbours has weights all the same, and nothing below reads them. Factors of 1 and 0 choose:
+    # a runtime's Where takes its elements one at a time.
+    seen = op.Unsqueeze(op.ReduceMax(mask, [2], keepdims=1), [1])
 
     kriged_mean = op.MatMul(weights, value)
     residual_variance = op.Max(op.MatMul(weights, value * value) - kriged_mean * kriged_mean, 0.0)
@@ -41,12 +41,12 @@ def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_
     kriging_prior_variance = op.MatMul(weights, op.Unsqueeze(1.0 / finite_precision, [1, 3]))
     prior_dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
     dof = prior_dof + n - 1.0
-    by_prior = op.Where(seen, prior_dof * kriging_prior_variance / dof, 1.0)
-    reml_variance = by_prior + op.Where(seen, n / dof, 0.0) * residual_variance
+    by_prior = prior_dof * kriging_prior_variance / dof * seen + (1.0 - seen)
+    reml_variance = by_prior + n / dof * seen * residual_variance
 
-    mean = op.Reshape(op.Transpose(kriged_mean * seen_mask, perm=[0, 2, 1, 3]), [0, 0, -1])
+    mean = op.Reshape(op.Transpose(kriged_mean * seen, perm=[0, 2, 1, 3]), [0, 0, -1])
     variance = op.Reshape(op.Transpose(reml_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
-    effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
+    effective_sample_size = op.Squeeze(n * seen, [3])
     return mean, variance, effective_sample_size
 
 
@@ -72,24 +72,25 @@ def SandwichAttention(
 
     magnitudes = op.Abs(weights)
     squares = weights * weights
-    energy = op.ReduceSum(squares, [3], keepdims=1)
-    seen = energy >= 1e-20
-    energy_seen = op.Where(seen, energy, 1.0)
-    mass = op.Where(seen, op.ReduceSum(magnitudes, [3], keepdims=1), 1.0)
-    n = mass * mass / energy_seen
+    sum_of_squares = op.ReduceSum(squares, [3], keepdims=1)
+    # Factors of 1 and 0 choose, as in `KrigingAttention`: a head that sees nobody gets sums of 1.
+    seen = op.CastLike(sum_of_squares >= 1e-20, query)
+    energy = sum_of_squares * seen + (1.0 - seen)
+    mass = op.ReduceSum(magnitudes, [3], keepdims=1) * seen + (1.0 - seen)
+    n = mass * mass / energy
     centre = op.MatMul(magnitudes, value) / mass
-    skew = op.MatMul(squares, value) * (2.0 / energy_seen)
-    spread = op.MatMul(squares, value * value) / energy_seen
+    skew = op.MatMul(squares, value) * (2.0 / energy)
+    spread = op.MatMul(squares, value * value) / energy
     sandwich_variance = op.Max(spread + centre * (centre - skew), 0.0)
     kriging_prior_variance = op.MatMul(magnitudes, op.Unsqueeze(1.0 / finite_precision, [1, 3])) / mass
     prior_dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
     dof = prior_dof + n - 1.0
-    by_prior = op.Where(seen, prior_dof * kriging_prior_variance / dof, 1.0)
-    shrunk_variance = by_prior + op.Where(seen, n / dof, 0.0) * sandwich_variance
+    by_prior = prior_dof * kriging_prior_variance / dof * seen + (1.0 - seen)
+    shrunk_variance = by_prior + n / dof * seen * sandwich_variance
 
     mean = op.Reshape(op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3]), [0, 0, -1])
     variance = op.Reshape(op.Transpose(shrunk_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
-    effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
+    effective_sample_size = op.Squeeze(n * seen, [3])
     return mean, variance, effective_sample_size
 
 
