@@ -113,7 +113,7 @@ def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process
     width = op.CastLike(op.Shape(w2, start=0, end=1), w2)
     ones = op.CastLike(op.ConstantOfShape(op.Shape(ln_weight)), ln_weight) + 1.0
     rows = op.Flatten(mean, axis=2)
-    normalised, centre, inverse_scale = op.LayerNormalization(rows, ones, axis=-1, epsilon=ln_eps)
+    normalised, _centre, inverse_scale = op.LayerNormalization(rows, ones, axis=-1, epsilon=ln_eps)
 
     w1_gamma = w1 * ln_weight
     w2_transposed = op.Transpose(w2, perm=[1, 0])
@@ -150,9 +150,7 @@ def PostNormPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process
     shape = op.Shape(mean)
     moved = mean + op.Reshape(drift, shape)
     moved_variance = op.Reshape(stretch * stretch, shape) / precision + process_noise_variance
-    predicted_mean, centre, inverse_scale = op.LayerNormalization(
-        moved, ln_weight, ln_bias, axis=-1, epsilon=ln_eps
-    )
+    predicted_mean, _centre, inverse_scale = op.LayerNormalization(moved, ln_weight, ln_bias, axis=-1, epsilon=ln_eps)
     scale_squared = 1.0 / (inverse_scale * inverse_scale)
     predicted_precision = scale_squared / (moved_variance * (ln_weight * ln_weight + 1e-6))
     return predicted_mean, predicted_precision
