@@ -151,7 +151,7 @@ def PostNormPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process
     moved = mean + op.Reshape(drift, shape)
     moved_variance = op.Reshape(stretch * stretch, shape) / precision + process_noise_variance
     predicted_mean, _centre, inverse_scale = op.LayerNormalization(moved, ln_weight, ln_bias, axis=-1, epsilon=ln_eps)
-    scale_squared = 1.0 / (inverse_scale * inverse_scale)
+    scale_squared = op.Reciprocal(op.Mul(inverse_scale, inverse_scale))
     predicted_precision = scale_squared / (moved_variance * (ln_weight * ln_weight + 1e-6))
     return predicted_mean, predicted_precision
 

@@ -173,7 +173,7 @@ def test_a_second_derivative_is_refused() -> None:
     leaves = [leaf.detach().requires_grad_() for leaf in call.leaves]
     (gradient,) = torch.autograd.grad(call.step(*leaves)[0].square().sum(), leaves[1:2], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(gradient.sum(), leaves[1:2])
+        gradient.sum().backward()
 
 
 # --- what is kept for backward ------------------------------------------------------------------------------
