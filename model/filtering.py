@@ -181,7 +181,7 @@ def krige(
         ),
         num_outputs=3,
         num_kept=4,
-        row_elements=query_BHTC.shape[1] * visible_BTS[0].numel(),
+        row_elements=query_BHTC.shape[1] * visible_BTS.shape[1] * visible_BTS.shape[2],
     )
     return KrigedField(*outputs)
 
@@ -295,7 +295,7 @@ def sandwich(
         ),
         num_outputs=3,
         num_kept=7,
-        row_elements=query_BHTC.shape[1] * visible_BTS[0].numel(),
+        row_elements=query_BHTC.shape[1] * visible_BTS.shape[1] * visible_BTS.shape[2],
     )
     return KrigedField(*outputs)
 

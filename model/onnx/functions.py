@@ -22,33 +22,31 @@ BFT = Opset(DOMAIN, VERSION)
 
 @script(BFT, default_opset=op)
 def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_dof: float):
-    """`filtering.krige` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T).
-
-    The (B,H,T,S) weights are read as few times as can be: all three sums over neighbours are one product.
-    """
-    num_channels = op.Shape(query, start=3, end=4)
+    """`filtering.krige` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
+    channels = op.CastLike(op.Shape(query, start=3, end=4), query)
     mask = op.CastLike(visible, query)
     hidden = op.ReduceMax(mask, [1], keepdims=0) == 0.0
     finite_precision = op.Where(hidden, 1.0, neighbour_precision)
-    bias = op.Where(visible, op.Unsqueeze(op.Log(finite_precision), [1]), -1e30)
-    scaled_query = query / op.Sqrt(op.CastLike(num_channels, query))
-    logits = op.MatMul(scaled_query, op.Transpose(key, perm=[0, 1, 3, 2])) + op.Unsqueeze(bias, [1])
-    # Uniform where nothing is visible: `seen` replaces what comes of it.
-    weights = op.Softmax(logits, axis=-1)
-    seen = op.Unsqueeze(op.ReduceMax(mask, [2], keepdims=1), [1]) > 0.0
+    # Mask and log λ̄ are one bias: a pass over (B,H,T,S) costs as much as a product.
+    bias = op.Unsqueeze(op.Where(visible, op.Unsqueeze(op.Log(finite_precision), [1]), -1e30), [1])
+    scaled_query = query * (1.0 / op.Sqrt(channels))
+    weights = op.Softmax(op.MatMul(scaled_query, op.Transpose(key, perm=[0, 1, 3, 2])) + bias, axis=-1)
+    # A row without neighbours has weights all the same, and nothing below reads them. Factors of 1 and 0 choose:
+    # a runtime's Where takes its elements one at a time.
+    seen = op.Unsqueeze(op.ReduceMax(mask, [2], keepdims=1), [1])
 
-    neighbour_variance = op.Unsqueeze(1.0 / finite_precision, [1, 3]) + 0.0 * op.Slice(value, [0], [1], [3])
-    sums = op.MatMul(weights, op.Concat(value, value * value, neighbour_variance, axis=3))
-    sizes = op.Concat(num_channels, num_channels, op.Constant(value_ints=[1]), axis=0)
-    kriged_mean, mean_square, kriging_prior_variance = op.Split(sums, sizes, axis=3)
-    residual_variance = op.Max(mean_square - kriged_mean * kriged_mean, 0.0)
+    kriged_mean = op.MatMul(weights, value)
+    residual_variance = op.Max(op.MatMul(weights, value * value) - kriged_mean * kriged_mean, 0.0)
     n = 1.0 / op.ReduceSumSquare(weights, [3], keepdims=1)
-    dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
-    reml = (dof * kriging_prior_variance + n * residual_variance) / (dof + n - 1.0)
+    kriging_prior_variance = op.MatMul(weights, op.Unsqueeze(1.0 / finite_precision, [1, 3]))
+    prior_dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
+    dof = prior_dof + n - 1.0
+    by_prior = prior_dof * kriging_prior_variance / dof * seen + (1.0 - seen)
+    reml_variance = by_prior + n / dof * seen * residual_variance
 
-    mean = op.Reshape(op.Transpose(op.Where(seen, kriged_mean, 0.0), perm=[0, 2, 1, 3]), [0, 0, -1])
-    variance = op.Reshape(op.Transpose(op.Where(seen, reml, 1.0), perm=[0, 2, 1, 3]), [0, 0, -1])
-    effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
+    mean = op.Reshape(op.Transpose(kriged_mean * seen, perm=[0, 2, 1, 3]), [0, 0, -1])
+    variance = op.Reshape(op.Transpose(reml_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
+    effective_sample_size = op.Squeeze(n * seen, [3])
     return mean, variance, effective_sample_size
 
 
@@ -56,42 +54,43 @@ def KrigingAttention(query, key, value, neighbour_precision, visible, shrinkage_
 def SandwichAttention(
     query, key, value, bias, neighbour_precision, visible, attention_norm: float, shrinkage_dof: float
 ):
-    """`filtering.sandwich` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T).
-
-    As few passes over (B,H,T,S) as can be: the sums of |w| are one product, those of w² another.
-    """
-    num_channels = op.Shape(query, start=3, end=4)
+    """`filtering.sandwich` → mean (B,T,D), variance (B,T,D), effective_sample_size (B,H,T)."""
     mask = op.CastLike(visible, query)
     hidden = op.ReduceMax(mask, [1], keepdims=0) == 0.0
     finite_precision = op.Where(hidden, 1.0, neighbour_precision)
-    count = op.ReduceSum(mask, [2], keepdims=1)
-    total_precision = op.MatMul(mask, op.Unsqueeze(finite_precision, [2]))
-    norm = op.CastLike(op.Constant(value_float=attention_norm), query)
-    relative = op.Unsqueeze(finite_precision, [1]) * (count / (norm * op.Where(count > 0.0, total_precision, 1.0)))
-    # SiLU(l) = −m/(1 + eᵐ) of m = −l. Not l·Sigmoid(l): a runtime's Sigmoid may be exact to 1e-8 only, which far
-    # below 0 is all there is.
-    negative_logits = op.MatMul(-query, op.Transpose(key, perm=[0, 1, 3, 2])) - op.Unsqueeze(bias, [1])
-    weights = negative_logits / (1.0 + op.Exp(negative_logits)) * op.Unsqueeze(op.Where(visible, -relative, 0.0), [1])
+    logits = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) + op.Unsqueeze(bias, [1])
+    # Not x·Sigmoid(x): a runtime's Sigmoid may be exact to 1e-8 only, which far below 0 is all there is.
+    activation = logits / (1.0 + op.Exp(-logits))
 
-    one = 1.0 + 0.0 * op.Slice(value, [0], [1], [3])
-    neighbour_variance = op.Unsqueeze(1.0 / finite_precision, [1, 3]) * one
-    last = op.Constant(value_ints=[1])
-    magnitude_sums = op.MatMul(op.Abs(weights), op.Concat(value, neighbour_variance, one, axis=3))
-    centre_sum, prior_sum, magnitude = op.Split(magnitude_sums, op.Concat(num_channels, last, last, axis=0), axis=3)
-    square_sums = op.MatMul(weights * weights, op.Concat(value, value * value, one, axis=3))
-    skew, spread, energy = op.Split(square_sums, op.Concat(num_channels, num_channels, last, axis=0), axis=3)
-    seen = energy >= 1e-20
-    finite_energy = op.Where(seen, energy, 1.0)
-    total = op.Where(seen, magnitude, 1.0)
-    n = total * total / finite_energy
-    centre = centre_sum / total
-    sandwich_variance = op.Max((spread - 2.0 * centre * skew) / finite_energy + centre * centre, 0.0)
-    dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
-    shrunk = (dof * (prior_sum / total) + n * sandwich_variance) / (dof + n - 1.0)
+    # Mask, divisor and relative precision are one factor: a pass over (B,H,T,S) costs as much as a product.
+    count = op.ReduceSum(mask, [2], keepdims=1)
+    total = op.MatMul(mask, op.Unsqueeze(finite_precision, [2]))
+    norm = op.CastLike(op.Constant(value_float=attention_norm), query)
+    share = count / (norm * op.Where(count > 0.0, total, 1.0))
+    relative = mask * op.Unsqueeze(finite_precision, [1]) * share
+    weights = activation * op.Unsqueeze(relative, [1])
+
+    magnitudes = op.Abs(weights)
+    squares = weights * weights
+    sum_of_squares = op.ReduceSum(squares, [3], keepdims=1)
+    # Factors of 1 and 0 choose, as in `KrigingAttention`: a head that sees nobody gets sums of 1.
+    seen = op.CastLike(sum_of_squares >= 1e-20, query)
+    energy = sum_of_squares * seen + (1.0 - seen)
+    mass = op.ReduceSum(magnitudes, [3], keepdims=1) * seen + (1.0 - seen)
+    n = mass * mass / energy
+    centre = op.MatMul(magnitudes, value) / mass
+    skew = op.MatMul(squares, value) * (2.0 / energy)
+    spread = op.MatMul(squares, value * value) / energy
+    sandwich_variance = op.Max(spread + centre * (centre - skew), 0.0)
+    kriging_prior_variance = op.MatMul(magnitudes, op.Unsqueeze(1.0 / finite_precision, [1, 3])) / mass
+    prior_dof = op.CastLike(op.Constant(value_float=shrinkage_dof), query)
+    dof = prior_dof + n - 1.0
+    by_prior = prior_dof * kriging_prior_variance / dof * seen + (1.0 - seen)
+    shrunk_variance = by_prior + n / dof * seen * sandwich_variance
 
     mean = op.Reshape(op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3]), [0, 0, -1])
-    variance = op.Reshape(op.Transpose(op.Where(seen, shrunk, 1.0), perm=[0, 2, 1, 3]), [0, 0, -1])
-    effective_sample_size = op.Squeeze(op.Where(seen, n, 0.0), [3])
+    variance = op.Reshape(op.Transpose(shrunk_variance, perm=[0, 2, 1, 3]), [0, 0, -1])
+    effective_sample_size = op.Squeeze(n * seen, [3])
     return mean, variance, effective_sample_size
 
 
@@ -108,59 +107,51 @@ def KalmanUpdate(prior_mean, prior_precision, innovation, observation_precision)
 def DynamicsPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
     """`filtering.predict` → mean, precision, each (B,T,D).
 
-    As few passes over the (B,T,K) hidden units as can be. With u = hidden/√2 and g = (2/√π)·u·exp(−u²):
-
-        GELU(hidden) = (u + u·erf u)/√2      2·GELU′(hidden) = 1 + erf u + g
-
-    What is linear in x̂ leaves the hidden units: both products with W2 share x̂·(W2·W1γ)ᵀ/2. The parameters' own
-    products are constants, which a runtime folds when it loads the graph.
+    Hidden units are scaled by √½, as Erf wants them, and what follows is doubled: the weights, which a runtime folds,
+    take the factors, because every pass over (B·T,K) costs half a product.
     """
-    centred = mean - op.ReduceMean(mean, [-1], keepdims=1)
-    eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
-    scale = op.Sqrt(op.ReduceMean(centred * centred, [-1], keepdims=1) + eps)
-    normalised = centred / scale
+    width = op.CastLike(op.Shape(w2, start=0, end=1), w2)
+    ones = op.CastLike(op.ConstantOfShape(op.Shape(ln_weight)), ln_weight) + 1.0
+    rows = op.Flatten(mean, axis=2)
+    normalised, _centre, inverse_scale = op.LayerNormalization(rows, ones, axis=-1, epsilon=ln_eps)
 
-    w1_gamma = w1 * ln_weight * 0.7071067811865476
-    w2_transposed = op.Transpose(w2, perm=[1, 0]) * 0.7071067811865476
-    shift = (op.MatMul(w1, ln_bias) + b1) * 0.7071067811865476
+    w1_gamma = w1 * ln_weight
+    w2_transposed = op.Transpose(w2, perm=[1, 0])
+    sensitivity = op.MatMul(normalised, op.Transpose(w1_gamma, perm=[1, 0]) * 0.7071067811865476)
+    hidden = sensitivity + (op.MatMul(w1, ln_bias) + b1) * 0.7071067811865476
+    cumulative = 1.0 + op.Erf(hidden)
+    drift = op.Gemm(hidden * cumulative, w2_transposed * 0.7071067811865476, b2)
+
+    # 0.12078… = log(2/√π)
+    slope = cumulative + hidden * op.Exp(0.12078223763524522 - hidden * hidden)
     direct_map = w2_transposed * (w1_gamma - op.ReduceMean(w1_gamma, [-1], keepdims=1))
-    linear = op.MatMul(normalised, op.MatMul(op.Transpose(w1_gamma, perm=[1, 0]), w2_transposed))
+    direct = op.MatMul(slope, direct_map * 0.5)
+    pushed = op.MatMul(slope * sensitivity, w2_transposed * (0.7071067811865476 / width))
+    stretch = 1.0 + (direct - normalised * pushed) * inverse_scale
 
-    sensitivity = op.MatMul(normalised, op.Transpose(w1_gamma, perm=[1, 0]))
-    u = sensitivity + shift
-    erf = op.Erf(u)
-    drift = op.MatMul(u * erf, w2_transposed) + linear + (op.MatMul(shift, w2_transposed) + b2)
-    slope = erf + u * op.Exp(0.1207822376352452 - u * u)
-    direct = op.MatMul(slope, direct_map) + op.ReduceSum(direct_map, [0], keepdims=0)
-    width = op.CastLike(op.Shape(mean, start=2, end=3), mean)
-    through_scale = normalised / width * (op.MatMul(slope * sensitivity, w2_transposed) + linear)
-    stretch = 1.0 + (direct - through_scale) / scale
-
-    predicted_mean = mean + drift
-    predicted_precision = 1.0 / (stretch * stretch / precision + process_noise_variance)
+    shape = op.Shape(mean)
+    predicted_mean = mean + op.Reshape(drift, shape)
+    predicted_precision = 1.0 / (op.Reshape(stretch * stretch, shape) / precision + process_noise_variance)
     return predicted_mean, predicted_precision
 
 
 @script(BFT, default_opset=op)
 def PostNormPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process_noise_variance, ln_eps: float):
-    """`filtering.predict_post_norm` → mean, precision, each (B,T,D); the hidden units as in `DynamicsPredict`."""
-    half_w1 = w1 * 0.7071067811865476
-    w2_transposed = op.Transpose(w2, perm=[1, 0]) * 0.7071067811865476
-    shift = b1 * 0.7071067811865476
-    direct_map = w2_transposed * half_w1
-    u = op.MatMul(mean, op.Transpose(half_w1, perm=[1, 0])) + shift
-    erf = op.Erf(u)
-    linear = op.MatMul(mean, op.MatMul(op.Transpose(half_w1, perm=[1, 0]), w2_transposed))
-    moved = mean + (op.MatMul(u * erf, w2_transposed) + linear + (op.MatMul(shift, w2_transposed) + b2))
+    """`filtering.predict_post_norm` → mean, precision, each (B,T,D); scaled as in `DynamicsPredict`."""
+    w1_transposed = op.Transpose(w1, perm=[1, 0])
+    w2_transposed = op.Transpose(w2, perm=[1, 0])
+    rows = op.Flatten(mean, axis=2)
+    hidden = op.Gemm(rows, w1_transposed * 0.7071067811865476, b1 * 0.7071067811865476)
+    cumulative = 1.0 + op.Erf(hidden)
+    drift = op.Gemm(hidden * cumulative, w2_transposed * 0.7071067811865476, b2)
+    slope = cumulative + hidden * op.Exp(0.12078223763524522 - hidden * hidden)
+    stretch = 1.0 + op.MatMul(slope, w2_transposed * w1 * 0.5)
 
-    slope = erf + u * op.Exp(0.1207822376352452 - u * u)
-    stretch = 1.0 + (op.MatMul(slope, direct_map) + op.ReduceSum(direct_map, [0], keepdims=0))
-    moved_variance = stretch * stretch / precision + process_noise_variance
-
-    centred = moved - op.ReduceMean(moved, [-1], keepdims=1)
-    eps = op.CastLike(op.Constant(value_float=ln_eps), mean)
-    scale_squared = op.ReduceMean(centred * centred, [-1], keepdims=1) + eps
-    predicted_mean = centred / op.Sqrt(scale_squared) * ln_weight + ln_bias
+    shape = op.Shape(mean)
+    moved = mean + op.Reshape(drift, shape)
+    moved_variance = op.Reshape(stretch * stretch, shape) / precision + process_noise_variance
+    predicted_mean, _centre, inverse_scale = op.LayerNormalization(moved, ln_weight, ln_bias, axis=-1, epsilon=ln_eps)
+    scale_squared = op.Reciprocal(op.Mul(inverse_scale, inverse_scale))
     predicted_precision = scale_squared / (moved_variance * (ln_weight * ln_weight + 1e-6))
     return predicted_mean, predicted_precision
 
