@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.backbone import Backbone
 from model.build import BACKBONES, build_model
-from model.config import BOS, FIRST_ITEM, PAD, UNK, ModelConfig
+from model.config import BOS, FIRST_ITEM, PAD, UNK, ModelConfig, window_start
 from training.config import OptimizerConfig
 
 MAX_LEN = 8
@@ -110,3 +110,20 @@ def random_rows(seed: int, batch: int, length: int, dtype: torch.dtype = torch.f
     padding = np.arange(length) >= lengths[:, None]
     items[padding], weights[padding], timestamps[padding] = PAD, 1.0, np.nan
     return Rows(torch.from_numpy(items), torch.from_numpy(weights).to(dtype), torch.from_numpy(timestamps))
+
+
+def window(events: Rows, count: int) -> Rows:
+    """What a request after `count` events would encode: BOS and the window's events."""
+    start = window_start(count, MAX_LEN)
+    bos = Rows(*(torch.full_like(part[:, :1], value) for part, value in zip(events, (BOS, 1, torch.nan), strict=True)))
+    return Rows(*(torch.cat([first, part[:, start:count]], 1) for first, part in zip(bos, events, strict=True)))
+
+
+def user(seed: int, dtype: torch.dtype) -> Rows:
+    """3L events of one user."""
+    return Rows(*(part[:, 1:] for part in random_rows(seed, batch=1, length=3 * MAX_LEN + 1, dtype=dtype)))
+
+
+def at(rows: Rows, places: slice) -> Rows:
+    """Some positions of every row."""
+    return Rows(*(part[:, places] for part in rows))

@@ -15,10 +15,21 @@ from torch.nn import functional as F
 
 from model.backbone import Backbone
 from model.bundle import PARITY_TOLERANCE
-from model.config import BOS, FIRST_ITEM, PAD, UNK
+from model.config import BOS, FIRST_ITEM, PAD, UNK, window_start
 from model.filtering import Gaussian
 from model.onnx.export import ExportedGraphs, export_graphs
-from tests.behaviour.instances import COUNTS, EVERY_CASE, MAX_LEN, NUM_ITEMS, Case, Rows, random_rows
+from tests.behaviour.instances import (
+    COUNTS,
+    EVERY_CASE,
+    MAX_LEN,
+    NUM_ITEMS,
+    Case,
+    Rows,
+    at,
+    random_rows,
+    user,
+    window,
+)
 from tests.tolerance import FLOAT32_TOL, FLOAT64_TOL, assert_close, assert_precision_close
 
 every_case = pytest.mark.parametrize("case", EVERY_CASE)
@@ -208,6 +219,8 @@ class Exported:
     model: Backbone
     said: ExportedGraphs
     encoder: onnxruntime.InferenceSession
+    step: onnxruntime.InferenceSession | None
+    """Of a causal one."""
 
     def run(self, rows: Rows) -> Gaussian:
         feeds = {name: tensor.numpy() for name, tensor in rows._asdict().items()}
@@ -219,11 +232,19 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("exported")
     model = request.param.perturbed()
     said = export_graphs(model, folder, temperature=1.0)
-    session = onnxruntime.InferenceSession(folder / "encoder.onnx", providers=["CPUExecutionProvider"])
-    return Exported(model, said, session)
+    encoder, step = (
+        onnxruntime.InferenceSession(folder / f"{graph}.onnx", providers=["CPUExecutionProvider"])
+        if graph in said.custom_ops
+        else None
+        for graph in ("encoder", "step")
+    )
+    return Exported(model, said, encoder, step)
 
 
 every_export = pytest.mark.parametrize("exported", EVERY_CASE, indirect=True, scope="module")
+every_causal_export = pytest.mark.parametrize(
+    "exported", [param for param in EVERY_CASE if param.values[0].causal], indirect=True, scope="module"
+)
 
 
 @every_export
@@ -270,3 +291,33 @@ def test_the_probabilities_of_a_final_state_are_a_distribution_over_the_catalogu
     assert probability.shape == (3, NUM_ITEMS)
     np.testing.assert_allclose(probability.sum(-1), 1, rtol=1e-6)
     assert (scores.variance > 0).all() if exported.model.config.filtering else (scores.variance == 0).all()
+
+
+@every_causal_export
+@torch.no_grad()
+def test_step_onnx_folds_what_encoder_onnx_cached_for_every_count(exported: Exported) -> None:
+    model, events = exported.model, user(6, torch.float32)
+    encoder, step = exported.encoder, exported.step
+    assert step is not None
+
+    def run(session: onnxruntime.InferenceSession, **feeds: np.ndarray) -> dict[str, np.ndarray]:
+        names = [output.name for output in session.get_outputs()]
+        return dict(zip(names, session.run(names, feeds), strict=True))
+
+    def fed(rows: Rows) -> dict[str, np.ndarray]:
+        return {name: part.numpy() for name, part in rows._asdict().items()}
+
+    cached = fed(window(events, 0)) | run(encoder, **fed(window(events, 0)))
+    for count in range(1, 3 * MAX_LEN + 1):
+        rows = window(events, count)
+        if window_start(count, MAX_LEN) == window_start(count - 1, MAX_LEN):
+            new = fed(at(rows, slice(-1, None)))
+            past = {f"past_{name}": cached[name] for name in ("key", "value", "log_precision", "timestamps")}
+            found = run(step, **new, **past, past_length=np.array([cached["timestamps"].shape[1]]))
+            axes = {"key": 3, "value": 3, "log_precision": 2, "timestamps": 1}
+            cached = {name: np.concatenate([cached[name], (new | found)[name]], axis) for name, axis in axes.items()}
+        else:
+            found = run(encoder, **fed(rows))
+            cached = fed(rows) | found
+        state = Gaussian(torch.from_numpy(found["mean"]), torch.from_numpy(found["precision"]))
+        assert_same(state, model.final_state(*rows), FLOAT32_TOL)

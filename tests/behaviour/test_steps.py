@@ -4,19 +4,14 @@ One suite for every causal backbone, with filtering and without; what is folded 
 tests/model holds against the float64 reference.
 """
 
-from pathlib import Path
-
-import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor
 
 from model.backbone import Cache, CausalBackbone
-from model.config import BOS, FIRST_ITEM, PAD, window_start
+from model.config import FIRST_ITEM, PAD, window_start
 from model.filtering import Gaussian
-from model.onnx.export import export_graphs
-from tests.behaviour.instances import EVERY_CASE, MAX_LEN, NUM_ITEMS, Case, Rows, random_rows
+from tests.behaviour.instances import EVERY_CASE, MAX_LEN, NUM_ITEMS, Case, Rows, at, random_rows, user, window
 from tests.tolerance import FLOAT32_TOL, FLOAT64_TOL, assert_close, assert_precision_close
 
 CAUSAL = [param for param in EVERY_CASE if param.values[0].causal]
@@ -35,22 +30,6 @@ def assert_same(found: Gaussian, expected: Gaussian, tol: float) -> None:
     known = torch.isfinite(expected.precision)
     assert torch.equal(torch.isfinite(found.precision), known)
     assert_precision_close(found.precision[known], expected.precision[known], tol)
-
-
-def window(events: Rows, count: int) -> Rows:
-    """What a request after `count` events would encode: BOS and the window's events."""
-    start = window_start(count, MAX_LEN)
-    bos = Rows(*(torch.full_like(part[:, :1], value) for part, value in zip(events, (BOS, 1, torch.nan), strict=True)))
-    return Rows(*(torch.cat([first, part[:, start:count]], 1) for first, part in zip(bos, events, strict=True)))
-
-
-def user(seed: int, dtype: torch.dtype) -> Rows:
-    """3L events of one user."""
-    return Rows(*(part[:, 1:] for part in random_rows(seed, batch=1, length=3 * MAX_LEN + 1, dtype=dtype)))
-
-
-def at(rows: Rows, places: slice) -> Rows:
-    return Rows(*(part[:, places] for part in rows))
 
 
 def last(state: Gaussian) -> Gaussian:
@@ -189,36 +168,3 @@ def test_a_cached_event_reaches_the_next_state(case: Case) -> None:
         other = rows._replace(items=items)
         after = model.step(model.step(None, *at(other, slice(0, -1)))[1], *at(other, slice(-1, None)))[0]
         assert (after.mean - before.mean).abs().max() > 1e-6
-
-
-@every_case
-@torch.no_grad()
-def test_step_onnx_folds_what_encoder_onnx_cached_for_every_count(case: Case, tmp_path: Path) -> None:
-    model, events = causal(case, torch.float32), user(6, torch.float32)
-    export_graphs(model, tmp_path, temperature=1.0)
-    encoder, step = (
-        onnxruntime.InferenceSession(tmp_path / f"{graph}.onnx", providers=["CPUExecutionProvider"])
-        for graph in ("encoder", "step")
-    )
-
-    def run(session: onnxruntime.InferenceSession, **feeds: np.ndarray) -> dict[str, np.ndarray]:
-        names = [output.name for output in session.get_outputs()]
-        return dict(zip(names, session.run(names, feeds), strict=True))
-
-    def fed(rows: Rows) -> dict[str, np.ndarray]:
-        return {name: part.numpy() for name, part in rows._asdict().items()}
-
-    cached = fed(window(events, 0)) | run(encoder, **fed(window(events, 0)))
-    for count in range(1, 3 * MAX_LEN + 1):
-        rows = window(events, count)
-        if window_start(count, MAX_LEN) == window_start(count - 1, MAX_LEN):
-            new = fed(at(rows, slice(-1, None)))
-            past = {f"past_{name}": cached[name] for name in ("key", "value", "log_precision", "timestamps")}
-            found = run(step, **new, **past, past_length=np.array([cached["timestamps"].shape[1]]))
-            axes = {"key": 3, "value": 3, "log_precision": 2, "timestamps": 1}
-            cached = {name: np.concatenate([cached[name], (new | found)[name]], axis) for name, axis in axes.items()}
-        else:
-            found = run(encoder, **fed(rows))
-            cached = fed(rows) | found
-        state = Gaussian(torch.from_numpy(found["mean"]), torch.from_numpy(found["precision"]))
-        assert_same(state, model.final_state(*rows), FLOAT32_TOL)
