@@ -22,6 +22,7 @@ events: the rule shows each of them two windows of full length, of which the sec
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -149,7 +150,8 @@ class Worker:
 
     def __init__(self, *configuration: str | int) -> None:
         command = [sys.executable, __file__, "--worker", *map(str, configuration)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        quiet = os.environ | {"KINETO_LOG_LEVEL": "99"}  # the profiler's remarks on its own start and stop
+        self.process = subprocess.Popen(command, env=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, what: str) -> Any:
         print(what, file=self.process.stdin, flush=True)
