@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-SLICE_ELEMENTS = 2**20
-"""Of the largest tensor, a slice and processor thread: 4 MiB in float32."""
+SLICE_ELEMENTS = 2**19
+"""Of the largest tensor, a slice and processor thread: 2 MiB in float32."""
 
 Formula = Callable[..., tuple[Tensor, ...]]
 """(batched inputs, shared inputs) → results, the batch first."""
