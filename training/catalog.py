@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from model.bundle import Bundle
 from model.config import FIRST_ITEM, UNK
 from training.events import EventLog
 from training.tables import CSV, RECBOLE, DataError, describe_bad_rows, read_header, read_table
@@ -53,6 +54,16 @@ class Catalog:
     def from_log(cls, log: EventLog) -> "Catalog":
         """All items of a log, events of weight 0 included, in the order of the sorted log."""
         return cls.from_ids(log.events["item_id"])
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle) -> "Catalog":
+        """The catalogue that a bundle's model was trained on."""
+        return cls(
+            item_ids=pl.Series(bundle.items.ids, dtype=pl.String),
+            lineage=bundle.manifest.lineage,
+            training_counts=bundle.items.training_counts,
+            titles=pl.Series(bundle.items.titles, dtype=pl.String),
+        )
 
     def __len__(self) -> int:
         return len(self.item_ids)

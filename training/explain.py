@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import polars as pl
 from matplotlib.figure import Figure
 from rich.cells import cell_len, set_cell_size
 
@@ -116,12 +115,7 @@ def check_comparable(bundle: Bundle, against: Bundle) -> None:
 
 def _test_histories(bundle: Bundle, data: DataConfig) -> Histories:
     """The test users of a log, as `bft-train evaluate` finds them."""
-    catalog = Catalog(
-        item_ids=pl.Series(bundle.items.ids, dtype=pl.String),
-        lineage=bundle.manifest.lineage,
-        training_counts=bundle.items.training_counts,
-        titles=pl.Series(bundle.items.titles, dtype=pl.String),
-    )
+    catalog = Catalog.of_bundle(bundle)
     histories = make_split(read_events(data), catalog, bundle.manifest.data["split"]).test.history
     if len(histories) == 0:
         raise DataError(f"{data.path}: the split {bundle.manifest.data['split']} leaves no test user to look at")

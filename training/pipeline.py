@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import polars as pl
 import torch
 
 from model import registry
@@ -170,12 +169,7 @@ def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
     Raises:
         DataError: the log cannot be read, or has no test user whose target the bundle knows.
     """
-    catalog = Catalog(
-        item_ids=pl.Series(bundle.items.ids, dtype=pl.String),
-        lineage=bundle.manifest.lineage,
-        training_counts=bundle.items.training_counts,
-        titles=pl.Series(bundle.items.titles, dtype=pl.String),
-    )
+    catalog = Catalog.of_bundle(bundle)
     split = make_split(read_events(data), catalog, bundle.manifest.data["split"])
     _require(data.path, split, "test", len(split.test))
     scored = evaluate.score_users_by_bundle(bundle, split.test.history)
