@@ -126,6 +126,7 @@ async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, 
         access_log=False,  # it would log paths, which hold user ids
         log_config=None,
         server_header=False,
+        proxy_headers=False,  # nothing here asks who the client is
         timeout_graceful_shutdown=round(settings.shutdown_timeout_s),
     )
     server = _Server(config)

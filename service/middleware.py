@@ -14,6 +14,7 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.admission import Admission
 from service.context import STAGES, RequestContext
 from service.errors import (
     BodyTooLarge,
@@ -77,6 +78,7 @@ class RequestMiddleware:
         self.limits = limits
         self.open_paths = frozenset(open_paths)
         self._num_in_flight = 0
+        self._admission = Admission()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -107,28 +109,14 @@ class RequestMiddleware:
         self, scope: Scope, headers: Headers, context: RequestContext, receive: Receive, answer: "_Answer"
     ) -> None:
         try:
-            self._admit()
+            self._bound_in_flight()
             key = self._key(scope, headers)
             context.key_name = None if key is None else key.name
             context.deadline = self._deadline(headers, context)
             body = await self._read_body(headers, receive)
-            left = asyncio.Event()
-            watcher = asyncio.create_task(_watch(receive, context, left))
-            try:
-                async with asyncio.timeout(max(0.0, context.remaining_s())) as deadline:
-                    answer.deadline = deadline
-                    if key is not None and self.limits is not None:
-                        with context.timed("limit"):
-                            answer.add(await self.limits.take(key, _cost(scope, body)))
-                    await self.app(scope, _replay(body, left), answer)
-            except TimeoutError as error:
-                # Nothing that was cancelled is lost: commands to the store run to their end in tasks of their own.
-                if answer.deadline is None or not answer.deadline.expired():
-                    raise
-                raise DeadlinePassed("the request's deadline passed while it was worked on") from error
-            finally:
-                answer.deadline = None
-                watcher.cancel()
+            # A client that is slow to send keeps nobody out.
+            with self._admission.let_in(context.remaining_s()):
+                await self._work(scope, body, key, context, receive, answer)
         except ServiceError as error:
             await self._refuse(error, context, scope, receive, answer)
         except Exception:
@@ -136,6 +124,33 @@ class RequestMiddleware:
             if answer.status is not None:
                 raise
             await self._refuse(ServiceError("unexpected error"), context, scope, receive, answer)
+
+    async def _work(
+        self,
+        scope: Scope,
+        body: bytes,
+        key: ApiKey | None,
+        context: RequestContext,
+        receive: Receive,
+        answer: "_Answer",
+    ) -> None:
+        left = asyncio.Event()
+        watcher = asyncio.create_task(_watch(receive, context, left))
+        try:
+            async with asyncio.timeout(max(0.0, context.remaining_s())) as deadline:
+                answer.deadline = deadline
+                if key is not None and self.limits is not None:
+                    with context.timed("limit"):
+                        answer.add(await self.limits.take(key, _cost(scope, body)))
+                await self.app(scope, _replay(body, left), answer)
+        except TimeoutError as error:
+            # Nothing that was cancelled is lost: commands to the store run to their end in tasks of their own.
+            if answer.deadline is None or not answer.deadline.expired():
+                raise
+            raise DeadlinePassed("the request's deadline passed while it was worked on") from error
+        finally:
+            answer.deadline = None
+            watcher.cancel()
 
     async def _refuse(
         self, error: ServiceError, context: RequestContext, scope: Scope, receive: Receive, answer: "_Answer"
@@ -148,7 +163,7 @@ class RequestMiddleware:
             return None
         return self.keys.of(headers)
 
-    def _admit(self) -> None:
+    def _bound_in_flight(self) -> None:
         if self._num_in_flight > self.settings.max_in_flight:
             raise Overloaded(f"{self.settings.max_in_flight} requests are being worked on", retry_after_s=1)
 

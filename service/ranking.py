@@ -3,8 +3,10 @@
 Shapes: K kept events, T positions, M list entries, S seen items, X blocked items.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +47,7 @@ class Filters:
     """(X,) what is kept out of the list."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One place of a list, best first."""
 
     number: int
@@ -133,7 +134,7 @@ def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int) ->
     Args:
         ranking: of the engine.
         bundle: its calibration and training counts.
-        seen: what the normaliser left out; such an item is not the event, so its confidence is 0.
+        seen: ascending, what the normaliser left out; such an item is not the event, so its confidence is 0.
         num_events: events of the subject.
 
     Raises:
@@ -149,21 +150,21 @@ def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int) ->
     )
     with np.errstate(invalid="ignore"):
         calibrated = bundle.calibration.confidence(features)[0]
-    confidence = np.where(np.isin(ranking.items, seen), 0.0, calibrated)
+    confidence = np.where(_is_in(ranking.items, seen), 0.0, calibrated)
     # A NaN compares as below every threshold: the item would vanish from a list without a word.
     if np.isnan(confidence).any():
         raise InferenceFailed("calibration.json gives confidences that are no numbers for this model; export it again")
-    std = np.sqrt(ranking.score_variance)
-    return [
-        Entry(
-            number=int(ranking.items[place]),
-            score=float(ranking.score_mean[place]),
-            std=float(std[place]),
-            confidence=float(confidence[place]),
-            reliability=None if np.isnan(ranking.reliability[place]) else float(ranking.reliability[place]),
-        )
-        for place in range(len(ranking.items))
-    ]
+    columns = (ranking.items, ranking.score_mean, np.sqrt(ranking.score_variance), confidence)
+    reliability = [None if math.isnan(value) else value for value in ranking.reliability.tolist()]
+    return list(map(Entry, *(column.tolist() for column in columns), reliability))
+
+
+def _is_in(numbers: Numbers, ascending: Numbers) -> npt.NDArray[np.bool_]:
+    """Which of a few numbers are among many; `np.isin` would sort the many again."""
+    if len(ascending) == 0:
+        return np.zeros(len(numbers), bool)
+    place = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
+    return np.equal(ascending[place], numbers)
 
 
 def list_confidence(listed: Iterable[Entry]) -> float:

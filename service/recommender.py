@@ -35,7 +35,6 @@ from service.slates import (
     MAX_GIVEN,
     Asked,
     Page,
-    ShownItem,
     Slate,
     Slates,
     Told,
@@ -414,19 +413,19 @@ class Recommender:
         return [item_id for item_id in dict.fromkeys(item_ids) if self._bundle.items.number(item_id) is None]
 
     def _page(self, made: _List, made_ms: int) -> Page:
-        ids = self._bundle.items
         return Page(
             made_ms=made_ms,
             model_name=self._model.name,
             model_version=self._model.version,
-            items=tuple(
-                ShownItem(
-                    item_id=ids.item_id(entry.number), score=entry.score, std=entry.std, confidence=entry.confidence
-                )
-                for entry in made.listed
-            ),
-            left_out=tuple(ids.item_id(entry.number) for entry in made.left_out),
+            item_ids=self._ids(made.listed),
+            scores=tuple(entry.score for entry in made.listed),
+            stds=tuple(entry.std for entry in made.listed),
+            confidences=tuple(entry.confidence for entry in made.listed),
+            left_out=self._ids(made.left_out),
         )
+
+    def _ids(self, entries: Iterable[Entry]) -> tuple[str, ...]:
+        return tuple(self._bundle.items.item_id(entry.number) for entry in entries)
 
 
 def told_history(events: Sequence[HistoryEvent], bundle: Bundle) -> History:

@@ -65,7 +65,7 @@ class Told(_Document):
 class Asked(_Document):
     """What every page of a slate is made from. Exactly one of `subject` and `told` is given."""
 
-    layout: Literal[1] = 1
+    layout: Literal[2] = 2
     recommendation_id: str
     subject: Subject | None
     told: Told | None
@@ -75,17 +75,8 @@ class Asked(_Document):
     min_confidence: float | None
 
 
-class ShownItem(_Document):
-    """One item as it was shown."""
-
-    item_id: str
-    score: float
-    std: float
-    confidence: float
-
-
 class Page(_Document):
-    """One page as it was given out."""
+    """One page as it was given out: `item_ids`, `scores`, `stds` and `confidences` are columns, best item first."""
 
     made_ms: int
     """When the subject was read for it, since 1970."""
@@ -94,7 +85,10 @@ class Page(_Document):
     policy: Policy = "mean"
     seed: int | None = None
     """Of the draws behind the list; none are made under this policy."""
-    items: tuple[ShownItem, ...]
+    item_ids: tuple[str, ...]
+    scores: tuple[float, ...]
+    stds: tuple[float, ...]
+    confidences: tuple[float, ...]
     left_out: tuple[str, ...]
     """Ids of the items that `min_confidence` kept out; later pages go on after them."""
 
@@ -109,13 +103,12 @@ class Slate:
     @property
     def num_shown(self) -> int:
         """Items of all pages."""
-        return sum(len(page.items) for page in self.pages)
+        return sum(len(page.item_ids) for page in self.pages)
 
     @property
     def passed(self) -> list[str]:
         """Ids of all items that no later page has."""
-        shown = [item.item_id for page in self.pages for item in page.items]
-        return shown + [item_id for page in self.pages for item_id in page.left_out]
+        return [item_id for page in self.pages for item_id in (*page.item_ids, *page.left_out)]
 
 
 def new_recommendation_id(subject: Subject | None) -> str:

@@ -1,14 +1,15 @@
 """The store in Redis ≥ 7.0 or Valkey, on a single node or a cluster.
 
-Deadlines are socket time-outs. A command that was sent is never cancelled: it runs in a task of its own,
+Deadlines are socket time-outs. A command that was sent is never cancelled: it is sent by a task of its own,
 which the caller's cancellation does not reach, so that a connection goes back to its pool only after its
 reply was read, and no reply reaches another caller. There are no retries: the caller decides.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import redis.asyncio
 import redis.exceptions
@@ -86,6 +87,7 @@ class RedisStore:
         self._limits = limits
         self._clock = clock
         self._client = connect(url, timeout_ms / 1000, cluster)
+        self._commands = _Commands(self._client)
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._registered_ms: dict[str, int] = {}
 
@@ -93,8 +95,8 @@ class RedisStore:
         """As in `Store`."""
         keys = scripts.SubjectKeys.of(subject)
         owner = subject_hash(subject)
-        value, seen, state_value = await self._send(
-            self._run(scripts.LOAD, [keys.record, keys.seen, keys.state(model_version)], [])
+        value, seen, state_value = await self._ask(
+            scripts.LOAD, [keys.record, keys.seen, keys.state(model_version)], []
         )
         if not is_record_of(value, owner):
             return Loaded(record=None, encoded=None)
@@ -148,12 +150,8 @@ class RedisStore:
                 event.event_id or "",
                 event.recommendation_id or "",
             ]
-        outcome, *details = await self._send(
-            self._run(
-                scripts.APPEND,
-                [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox],
-                arguments,
-            )
+        outcome, *details = await self._ask(
+            scripts.APPEND, [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox], arguments
         )
         if outcome == b"outbox_full":
             raise OutboxFull(limits.outbox_limit)
@@ -165,7 +163,7 @@ class RedisStore:
 
     async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
         """As in `Store`."""
-        return await self._send(self._close_session(Subject("session", session_id), read))
+        return await self._to_the_end(self._close_session(Subject("session", session_id), read))
 
     async def _close_session(self, subject: Subject, read: UserRecord | None) -> bool:
         keys = scripts.SubjectKeys.of(subject)
@@ -183,15 +181,10 @@ class RedisStore:
         self, recommendation_id: str, subject: Subject | None, made_ms: int, asked: bytes, page: bytes
     ) -> bool:
         """As in `Store`."""
-        return await self._send(self._save_slate(recommendation_id, subject, made_ms, asked, page))
-
-    async def _save_slate(
-        self, recommendation_id: str, subject: Subject | None, made_ms: int, asked: bytes, page: bytes
-    ) -> bool:
         slate, limits = scripts.slate_key(recommendation_id), self._limits
         arguments: list[Any] = [asked, page, limits.ttl_of_slates_s(subject)]
         if subject is None:
-            return bool(await self._run(scripts.SAVE_SLATE, [slate], arguments))
+            return bool(await self._ask(scripts.SAVE_SLATE, [slate], arguments))
         keys = scripts.SubjectKeys.of(subject)
         arguments += [
             subject_hash(subject),
@@ -202,7 +195,7 @@ class RedisStore:
         ]
         forgotten: list[str] = []
         while True:
-            outcome: int | list[bytes] = await self._run(
+            outcome: int | list[bytes] = await self._ask(
                 scripts.SAVE_SLATE,
                 [slate, keys.recommendations, keys.tombstone, *map(scripts.slate_key, forgotten)],
                 [*arguments, *forgotten],
@@ -214,17 +207,17 @@ class RedisStore:
     async def load_slate(self, recommendation_id: str) -> list[bytes] | None:
         """As in `Store`."""
         key = scripts.slate_key(recommendation_id)
-        reply: list[bytes] = await self._send(self._run(scripts.LOAD_SLATE, [key], []))
+        reply: list[bytes] = await self._ask(scripts.LOAD_SLATE, [key], [])
         return reply or None
 
     async def append_page(self, recommendation_id: str, num_pages: int, page: bytes) -> bool:
         """As in `Store`."""
         key = scripts.slate_key(recommendation_id)
-        return bool(await self._send(self._run(scripts.APPEND_PAGE, [key], [num_pages, page])))
+        return bool(await self._ask(scripts.APPEND_PAGE, [key], [num_pages, page]))
 
     async def slates(self, subject: Subject) -> list[SlateRef]:
         """As in `Store`."""
-        return await self._send(self._slates(subject))
+        return await self._to_the_end(self._slates(subject))
 
     async def _slates(self, subject: Subject) -> list[SlateRef]:
         ids = await self._slate_ids(subject)
@@ -260,18 +253,16 @@ class RedisStore:
         keys = scripts.SubjectKeys.of(subject)
         owner = subject_hash(subject)
         ttl_s = self._limits.ttl_of_state_s(subject)
-        written = await self._send(
-            self._run(
-                scripts.SAVE_STATE,
-                [keys.record, keys.state(model_version)],
-                [owner, encoded.count, encoded.epoch, pack_state(encoded, owner), ttl_s],
-            )
+        written = await self._ask(
+            scripts.SAVE_STATE,
+            [keys.record, keys.state(model_version)],
+            [owner, encoded.count, encoded.epoch, pack_state(encoded, owner), ttl_s],
         )
         return bool(written)
 
     async def erase(self, user_id: str) -> bool:
         """As in `Store`. Interrupted anywhere, a repetition completes it."""
-        return await self._send(self._erase(user_id))
+        return await self._to_the_end(self._erase(user_id))
 
     async def _erase(self, user_id: str) -> bool:
         subject = Subject("user", user_id)
@@ -307,9 +298,7 @@ class RedisStore:
         if not distinct:
             return {}
         limit = self._limits.unknown_limit
-        numbers = await self._send(
-            self._run(scripts.NUMBER_UNKNOWN, [scripts.UNKNOWN_KEY], [UNKNOWN_BASE, limit, *distinct])
-        )
+        numbers = await self._ask(scripts.NUMBER_UNKNOWN, [scripts.UNKNOWN_KEY], [UNKNOWN_BASE, limit, *distinct])
         if numbers == b"full":
             raise UnknownItemsFull(limit)
         return dict(zip(distinct, numbers, strict=True))
@@ -319,7 +308,8 @@ class RedisStore:
         if not numbers:
             return {}
         fields = [f"n{number}" for number in numbers]
-        item_ids = await self._send(self._client.execute_command("HMGET", scripts.UNKNOWN_KEY, *fields))
+        with _failures_as_unavailable():
+            item_ids = await self._commands.execute("HMGET", scripts.UNKNOWN_KEY, *fields)
         return {
             number: item_id.decode() for number, item_id in zip(numbers, item_ids, strict=True) if item_id is not None
         }
@@ -331,7 +321,7 @@ class RedisStore:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.execute_command("ZADD", scripts.MODELS_KEY, now_ms, model_version)
         pipeline.execute_command("ZREMRANGEBYRANK", scripts.MODELS_KEY, 0, -scripts.MAX_MODELS - 1)
-        await self._send(pipeline.execute())
+        await self._to_the_end(pipeline.execute())
         self._registered_ms[model_version] = now_ms
 
     def keep_at_least(self, max_len: int) -> None:
@@ -343,28 +333,35 @@ class RedisStore:
         pipeline = self._client.pipeline(transaction=False)
         for key in scripts.all_outbox_keys():
             pipeline.execute_command("XLEN", key)
-        lengths: list[int] = await self._send(pipeline.execute())
+        lengths: list[int] = await self._to_the_end(pipeline.execute())
         return max(lengths) / self._limits.outbox_limit
 
     async def ping(self) -> None:
         """As in `Store`."""
-        await self._send(self._client.execute_command("PING"))
+        with _failures_as_unavailable():
+            await self._commands.execute("PING")
 
     async def close(self) -> None:
         """As in `Store`."""
         await asyncio.gather(*self._in_flight, return_exceptions=True)
+        await self._commands.finish()
         await self._client.aclose()
+
+    async def _ask(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
+        """A script's reply. Raises StateUnavailable on any failure of redis-py or of the connection."""
+        with _failures_as_unavailable():
+            return await self._run(script, keys, arguments)
 
     async def _run(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
         """Run a script by its digest, or by its text on a server that does not have it yet."""
         operands = (len(keys), *keys, *arguments)
         try:
-            return await self._client.execute_command("EVALSHA", script.sha, *operands)
+            return await self._commands.execute("EVALSHA", script.sha, *operands)
         except redis.exceptions.NoScriptError:
-            return await self._client.execute_command("EVAL", script.source, *operands)
+            return await self._commands.execute("EVAL", script.source, *operands)
 
-    async def _send(self, commands: Coroutine[Any, Any, T]) -> T:
-        """Run commands to their end in a task of their own, even when the caller is cancelled.
+    async def _to_the_end(self, commands: Coroutine[Any, Any, T]) -> T:
+        """Run several commands in a task of their own, to their end even when the caller is cancelled.
 
         Raises:
             StateUnavailable: any failure of redis-py or of the connection.
@@ -372,16 +369,87 @@ class RedisStore:
         task = asyncio.create_task(commands)
         self._in_flight.add(task)
         task.add_done_callback(self._landed)
-        try:
+        with _failures_as_unavailable():
             return await asyncio.shield(task)
-        except _FAILURES as error:
-            raise StateUnavailable(f"the state store did not answer: {type(error).__name__}") from error
 
     def _landed(self, task: asyncio.Task[Any]) -> None:
         self._in_flight.discard(task)
         if not task.cancelled():
             # Read it, or asyncio reports as lost the failure of a task whose caller was cancelled.
             task.exception()
+
+
+class _Commands:
+    """Sends the commands of one turn of the event loop together: one write and one read serve them all.
+
+    The more requests there are at a time, the less each of them costs. On a cluster every command goes alone, since
+    their keys may be on several nodes. They are sent by tasks of their own, which no caller's cancellation reaches.
+
+    Args:
+        client: one server's, or a cluster's.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis | redis.asyncio.RedisCluster") -> None:
+        self._client = client
+        self._waiting: list[_Command] = []
+        self._in_flight: set[asyncio.Task[None]] = set()
+
+    def execute(self, *command: Any) -> "asyncio.Future[Any]":
+        """The reply, or what the server or the connection raised."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send_waiting)
+        reply: asyncio.Future[Any] = loop.create_future()
+        self._waiting.append(_Command(command, reply))
+        return reply
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        is_cluster = isinstance(self._client, redis.asyncio.RedisCluster)
+        for together in [[command] for command in waiting] if is_cluster else [waiting]:
+            task = asyncio.create_task(self._send(together))
+            self._in_flight.add(task)
+            task.add_done_callback(self._in_flight.discard)
+
+    async def _send(self, commands: Sequence["_Command"]) -> None:
+        try:
+            replies = await self._replies(commands)
+        except Exception as error:
+            replies = [error] * len(commands)
+        for command, reply in zip(commands, replies, strict=True):
+            if command.reply.done():  # its caller was cancelled
+                continue
+            if isinstance(reply, Exception):
+                command.reply.set_exception(reply)
+            else:
+                command.reply.set_result(reply)
+
+    async def _replies(self, commands: Sequence["_Command"]) -> list[Any]:
+        if len(commands) == 1:
+            return [await self._client.execute_command(*commands[0].words)]
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command.words)
+        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        return replies
+
+    async def finish(self) -> None:
+        """Return when nothing is under way."""
+        while self._waiting or self._in_flight:
+            await asyncio.gather(*self._in_flight, asyncio.sleep(0))
+
+
+class _Command(NamedTuple):
+    words: tuple[Any, ...]
+    reply: "asyncio.Future[Any]"
+
+
+@contextmanager
+def _failures_as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as error:
+        raise StateUnavailable(f"the state store did not answer: {type(error).__name__}") from error
 
 
 def connect(url: str, timeout_s: float, cluster: bool) -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":

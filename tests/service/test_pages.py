@@ -284,9 +284,9 @@ async def test_a_stored_slate_tells_what_was_asked_and_what_was_shown(server: Se
     assert (slate.asked.told, slate.asked.exclude_seen, slate.asked.allow_item_ids) == (None, True, None)
     assert (slate.asked.exclude_item_ids, slate.asked.min_confidence) == ((ITEM_IDS[1],), 1e-6)
     for answer, page in zip((first, second), slate.pages, strict=True):
-        assert [item.model_dump() for item in page.items] == [
-            {name: item[name] for name in ("item_id", "score", "std", "confidence")} for item in answer["items"]
-        ]
+        columns = {"item_id": page.item_ids, "score": page.scores, "std": page.stds, "confidence": page.confidences}
+        for name, column in columns.items():
+            assert list(column) == [item[name] for item in answer["items"]]
         assert {"name": page.model_name, "version": page.model_version} == first["model"]
         assert (page.policy, page.seed) == ("mean", None)
         assert page.made_ms > T0 * 1000

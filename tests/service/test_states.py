@@ -1535,6 +1535,31 @@ async def test_command_cancelled_after_sending_leaves_the_next_replies_to_their_
     assert [each.count for each in loaded] == [2, 1, 1, 1, 1]
 
 
+async def test_commands_of_one_moment_share_a_round_trip(server: World):
+    store, users = server.open(), [Subject("user", f"user-{n}") for n in range(50)]
+    await store.append(users[0], [event(100, 1)])
+    await store.load(users[0], VERSION)  # connected, and the script is known
+    with server.client() as client:
+        before = client.info("stats")["total_reads_processed"]
+        loaded = await asyncio.gather(*(store.load(user, VERSION) for user in users))
+        reads = client.info("stats")["total_reads_processed"] - before
+
+    assert [each.record is not None for each in loaded] == [True] + 49 * [False]
+    # Theirs, and the one that asks for this number; a server may take a long one in pieces.
+    assert reads <= 5
+
+
+async def test_commands_of_one_moment_on_a_server_that_lost_its_scripts_each_have_their_own_reply(server: World):
+    store, users = server.open(), [Subject("user", f"user-{n}") for n in range(20)]
+    with server.client() as client:
+        client.script_flush()
+        await asyncio.gather(*(store.append(user, [event(100 + n, 1)]) for n, user in enumerate(users)))
+        client.script_flush()
+    loaded = await asyncio.gather(*(store.load(user, VERSION) for user in users))
+
+    assert [history(each).seen for each in loaded] == [[100 + n] for n in range(20)]
+
+
 async def test_close_waits_for_a_cancelled_command(server: World, pause: redis.Redis):
     store, other = server.open(), server.open()
     await store.ping()
