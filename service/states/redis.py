@@ -1,15 +1,13 @@
 """The store in Redis ≥ 7.0 or Valkey, on a single node or a cluster.
 
-Deadlines are socket time-outs. A command that was sent is never cancelled: it is sent by a task of its own,
-which the caller's cancellation does not reach, so that a connection goes back to its pool only after its
-reply was read, and no reply reaches another caller. There are no retries: the caller decides.
+Deadlines are socket time-outs. There are no retries: the caller decides.
 """
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import redis.asyncio
 import redis.exceptions
@@ -18,6 +16,7 @@ from redis.backoff import NoBackoff
 
 from model.config import UNKNOWN_BASE
 from service.states import scripts
+from service.states.commands import Client, Commands
 from service.states.interface import (
     AppendStatus,
     CatalogMismatch,
@@ -87,7 +86,7 @@ class RedisStore:
         self._limits = limits
         self._clock = clock
         self._client = connect(url, timeout_ms / 1000, cluster)
-        self._commands = _Commands(self._client)
+        self._commands = Commands(self._client)
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._registered_ms: dict[str, int] = {}
 
@@ -168,7 +167,7 @@ class RedisStore:
     async def _close_session(self, subject: Subject, read: UserRecord | None) -> bool:
         keys = scripts.SubjectKeys.of(subject)
         as_read = (-1, -1, -1) if read is None else (read.count, read.epoch, len(read.seen))
-        is_empty: int = await self._run(
+        is_empty: int = await self._commands.run(
             scripts.CLOSE_SESSION,
             [keys.record, keys.seen, keys.tombstone],
             [self._clock(), subject_hash(subject), self._limits.session_ttl_s, *as_read],
@@ -243,7 +242,7 @@ class RedisStore:
             num_removed += await self._client.execute_command("UNLINK", *states)
         if ids := await self._slate_ids(subject):
             slates = map(scripts.slate_key, ids)
-            num_removed += await self._run(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
+            num_removed += await self._commands.run(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
         return num_removed
 
     async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
@@ -269,7 +268,7 @@ class RedisStore:
         keys = scripts.SubjectKeys.of(subject)
         # First the record: without it no state can be saved any more, so those found after it are all.
         num_removed: int
-        num_removed, last_id = await self._run(
+        num_removed, last_id = await self._commands.run(
             scripts.ERASE,
             [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox],
             [self._clock(), subject_hash(subject), self._limits.tombstone_ttl_s, user_id],
@@ -284,7 +283,7 @@ class RedisStore:
         num_removed = 0
         start = b"-"
         while True:
-            removed, reached = await self._run(
+            removed, reached = await self._commands.run(
                 scripts.ERASE_OUTBOX_PAGE, [outbox], [user_id, start, last_id, ERASE_PAGE]
             )
             num_removed += int(removed)
@@ -350,15 +349,7 @@ class RedisStore:
     async def _ask(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
         """A script's reply. Raises StateUnavailable on any failure of redis-py or of the connection."""
         with _failures_as_unavailable():
-            return await self._run(script, keys, arguments)
-
-    async def _run(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
-        """Run a script by its digest, or by its text on a server that does not have it yet."""
-        operands = (len(keys), *keys, *arguments)
-        try:
-            return await self._commands.execute("EVALSHA", script.sha, *operands)
-        except redis.exceptions.NoScriptError:
-            return await self._commands.execute("EVAL", script.source, *operands)
+            return await self._commands.run(script, keys, arguments)
 
     async def _to_the_end(self, commands: Coroutine[Any, Any, T]) -> T:
         """Run several commands in a task of their own, to their end even when the caller is cancelled.
@@ -379,71 +370,6 @@ class RedisStore:
             task.exception()
 
 
-class _Commands:
-    """Sends the commands of one turn of the event loop together: one write and one read serve them all.
-
-    The more requests there are at a time, the less each of them costs. On a cluster every command goes alone, since
-    their keys may be on several nodes. They are sent by tasks of their own, which no caller's cancellation reaches.
-
-    Args:
-        client: one server's, or a cluster's.
-    """
-
-    def __init__(self, client: "redis.asyncio.Redis | redis.asyncio.RedisCluster") -> None:
-        self._client = client
-        self._waiting: list[_Command] = []
-        self._in_flight: set[asyncio.Task[None]] = set()
-
-    def execute(self, *command: Any) -> "asyncio.Future[Any]":
-        """The reply, or what the server or the connection raised."""
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_soon(self._send_waiting)
-        reply: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append(_Command(command, reply))
-        return reply
-
-    def _send_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        is_cluster = isinstance(self._client, redis.asyncio.RedisCluster)
-        for together in [[command] for command in waiting] if is_cluster else [waiting]:
-            task = asyncio.create_task(self._send(together))
-            self._in_flight.add(task)
-            task.add_done_callback(self._in_flight.discard)
-
-    async def _send(self, commands: Sequence["_Command"]) -> None:
-        try:
-            replies = await self._replies(commands)
-        except Exception as error:
-            replies = [error] * len(commands)
-        for command, reply in zip(commands, replies, strict=True):
-            if command.reply.done():  # its caller was cancelled
-                continue
-            if isinstance(reply, Exception):
-                command.reply.set_exception(reply)
-            else:
-                command.reply.set_result(reply)
-
-    async def _replies(self, commands: Sequence["_Command"]) -> list[Any]:
-        if len(commands) == 1:
-            return [await self._client.execute_command(*commands[0].words)]
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command.words)
-        replies: list[Any] = await pipeline.execute(raise_on_error=False)
-        return replies
-
-    async def finish(self) -> None:
-        """Return when nothing is under way."""
-        while self._waiting or self._in_flight:
-            await asyncio.gather(*self._in_flight, asyncio.sleep(0))
-
-
-class _Command(NamedTuple):
-    words: tuple[Any, ...]
-    reply: "asyncio.Future[Any]"
-
-
 @contextmanager
 def _failures_as_unavailable() -> Iterator[None]:
     try:
@@ -452,7 +378,7 @@ def _failures_as_unavailable() -> Iterator[None]:
         raise StateUnavailable(f"the state store did not answer: {type(error).__name__}") from error
 
 
-def connect(url: str, timeout_s: float, cluster: bool) -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
+def connect(url: str, timeout_s: float, cluster: bool) -> Client:
     """A client, not connected yet. RESP2 without client information: connecting adds no round trip."""
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
