@@ -1,6 +1,7 @@
 """A store that is left alone for a while after failing several times in a row: a dead one costs little."""
 
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRIP_AFTER = 3
-"""Failures in a row."""
+"""Failures in a row. Calls that were under way together fail together, and count once."""
 REST_S = 1.0
 """How long nothing is sent before one call may try again."""
 
@@ -41,6 +42,7 @@ class Breaker:
         self._metrics = metrics
         self._clock = clock
         self._failures = 0
+        self._last_failure = -math.inf
         self._closed_until_trial = 0.0
         self._trying = False
 
@@ -50,12 +52,12 @@ class Breaker:
         Raises:
             StateUnavailable: `work` raised it, or the breaker is open.
         """
-        is_trial = self._enter()
+        is_trial, begun = self._enter(), self._clock()
         try:
             result = await work()
         except StateUnavailable as error:
             self._metrics.state_errors.labels(operation, "StateUnavailable").inc()
-            self._on_failure(error)
+            self._on_failure(error, begun)
             raise
         except StateError as error:
             self._metrics.state_errors.labels(operation, type(error).__name__).inc()
@@ -77,7 +79,10 @@ class Breaker:
         self._trying = True
         return True
 
-    def _on_failure(self, error: StateUnavailable) -> None:
+    def _on_failure(self, error: StateUnavailable, begun: float) -> None:
+        if begun < self._last_failure:
+            return
+        self._last_failure = self._clock()
         self._failures += 1
         if self._failures >= TRIP_AFTER:
             self._closed_until_trial = self._clock() + REST_S

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-import redis.asyncio
 from throttled.asyncio import (
     BaseStore,
     MemoryStore,
@@ -28,6 +27,7 @@ from throttled.asyncio import (
 from service.errors import InvalidRequest, RateLimited, StartError
 from service.security import MAX_KEYS, ApiKey, Quota
 from service.settings import Settings
+from service.states.commands import Client
 from service.states.redis import connect
 from service.telemetry import Metrics
 
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 KEY_PREFIX = "bft:1:limit"
 REST_S = 1.0
 """How long Redis is not asked after a failure."""
-
-Client = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
 
 class _Backend(RedisStoreBackend):

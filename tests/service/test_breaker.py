@@ -51,6 +51,24 @@ async def test_after_failures_in_a_row_nothing_is_sent_until_the_rest_is_over() 
     assert redis.calls == TRIP_AFTER + 1  # one trial, then another rest
 
 
+async def test_calls_that_fail_together_count_as_one_failure() -> None:
+    clock, redis = Clock(), Redis()
+    breaker = Breaker(Metrics(), clock)
+    all_sent = asyncio.Barrier(11)
+
+    async def time_out() -> str:
+        await all_sent.wait()
+        clock.now += 0.001
+        raise StateUnavailable("no answer in time")
+
+    together = [asyncio.create_task(breaker.call("load", time_out)) for _ in range(10)]
+    await all_sent.wait()
+    await asyncio.gather(*together, return_exceptions=True)
+    await fail(breaker, redis, TRIP_AFTER)
+    # The ten counted once, so the server rests before the last of these.
+    assert redis.calls == TRIP_AFTER - 1
+
+
 async def test_one_success_closes_it_again() -> None:
     clock, redis = Clock(), Redis()
     breaker = Breaker(Metrics(), clock)
