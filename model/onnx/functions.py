@@ -170,32 +170,40 @@ def GaussianTopK(
     `score_variance`; per user (B,) `log_partition` of logit/T, `entropy` in nats; −inf and 0 for one who
     has seen everything.
     """
-    all_mean = op.MatMul(mean, op.Transpose(items, perm=[1, 0]))
+    # Each step over all items is a pass over B·V numbers, so as much as possible happens before, to the small inputs
+    # and to the constant tables, which are worked out once when the graph is loaded.
+    from_average = op.Transpose(items - op.Unsqueeze(catalogue_mean, [0]), perm=[1, 0])
+    one = op.CastLike(op.Constant(value_floats=[1.0]), mean)
+    ones_V1 = op.Expand(one, op.Concat(op.Shape(items, start=0, end=1), op.Constant(value_ints=[1]), axis=0))
+    spread = op.Concat(items * items, op.Unsqueeze(candidate_variance, [1]), ones_V1, axis=1)
     energy = op.ReduceMean(mean * mean + variance, [-1], keepdims=1)
-    state_variance = op.MatMul(variance, op.Transpose(items * items, perm=[1, 0]))
-    all_variance = state_variance + energy * op.Unsqueeze(candidate_variance, [0])
-    centre = op.Unsqueeze(op.MatMul(mean, catalogue_mean), [1])
-    all_logit = (all_mean - centre) / op.Sqrt(1.0 + variance_scale * all_variance)
+    ones_B1 = op.Expand(one, op.Shape(energy))
+    uncertainty = op.Concat(variance_scale * variance, variance_scale * energy, ones_B1, axis=1)
+    # 1 + c·v of every item in one product.
+    inflation = op.MatMul(uncertainty, op.Transpose(spread, perm=[1, 0]))
+    tempered = op.MatMul(mean / temperature, from_average) / op.Sqrt(inflation)
 
-    never = op.CastLike(op.Constant(value_float=float("-inf")), mean)
-    possible = op.ScatterElements(all_logit, seen, op.Expand(never, op.Shape(seen)), axis=1)
-    scaled = possible / temperature
-    highest = op.ReduceMax(scaled, [-1], keepdims=1)
-    # A user who has seen everything has no finite logit: −inf − −inf would be NaN.
-    highest = op.Where(op.IsInf(highest), 0.0, highest)
-    # A floor: −inf times a weight of 0 would be NaN. exp(−1e4) is 0.
-    shifted = op.Max(scaled - highest, -1e4)
+    # Finite: −inf times a weight of 0 would be NaN.
+    far_below = op.CastLike(op.Constant(value_float=-1e30), mean)
+    possible = op.ScatterElements(tempered, seen, op.Expand(far_below, op.Shape(seen)), axis=1)
+    highest = op.ReduceMax(possible, [-1], keepdims=1)
+    is_nothing_left = highest <= far_below
+    shifted = possible - highest
     weight = op.Exp(shifted)
     total = op.ReduceSum(weight, [-1], keepdims=1)
-    log_total = op.Log(total)
     mean_shift = op.ReduceSum(weight * shifted, [-1], keepdims=1) / total
-    entropy = op.Squeeze(op.Where(total > 0.0, log_total - mean_shift, 0.0), [1])
-    log_partition = op.Squeeze(log_total + highest, [1])
+    log_total = op.Log(total)
+    never = op.CastLike(op.Constant(value_float=float("-inf")), mean)
+    entropy = op.Squeeze(op.Where(is_nothing_left, 0.0, log_total - mean_shift), [1])
+    log_partition = op.Squeeze(op.Where(is_nothing_left, never, log_total + highest), [1])
 
-    listable = op.ScatterElements(all_logit, blocked, op.Expand(never, op.Shape(blocked)), axis=1)
-    logit, numbers = op.TopK(listable, k, axis=-1)
-    score_mean = op.GatherElements(all_mean, numbers, axis=1)
-    score_variance = op.GatherElements(all_variance, numbers, axis=1)
+    listable = op.ScatterElements(tempered, blocked, op.Expand(never, op.Shape(blocked)), axis=1)
+    tempered_logit, numbers = op.TopK(listable, k, axis=-1)
+    logit = tempered_logit * temperature
+    listed_items = op.Gather(items, numbers, axis=0)
+    score_mean = op.ReduceSum(listed_items * op.Unsqueeze(mean, [1]), [-1], keepdims=0)
+    state_variance = op.ReduceSum(listed_items * listed_items * op.Unsqueeze(variance, [1]), [-1], keepdims=0)
+    score_variance = state_variance + energy * op.Gather(candidate_variance, numbers, axis=0)
     return numbers, logit, score_mean, score_variance, log_partition, entropy
 
 
