@@ -1,8 +1,9 @@
 """A session becomes the user's: its events as the store takes them over (service.md, "Merge").
 
-The merge has three steps, each of which can be repeated: read the session; append to the user what it does not have
-yet; empty the session, unless it has had events since it was read, which begins the steps anew. Session and user lie in
-different slots of a cluster, so the steps are not one script; the identities of the events make them safe to repeat.
+The merge has three steps, each of which can be repeated: claim the session for the user and read it, at once; append
+to the user what it does not have yet; empty the session, unless it has had events since it was read, which begins the
+steps anew. Session and user lie in different slots of a cluster, so the steps are not one script; the identities of the
+events make them safe to repeat, and the claim keeps every other user from the session until it is empty.
 """
 
 from collections import Counter

@@ -22,6 +22,7 @@ from service.filtered import Cache, State
 from service.states import (
     AppendStatus,
     CatalogMismatch,
+    Claim,
     EncodedState,
     Event,
     Loaded,
@@ -1033,6 +1034,58 @@ async def test_event_that_is_delivered_again_after_the_merge_is_a_duplicate(worl
     assert await store.append(SESSION, [named(10, 1), named(11, 2)]) == [duplicate, accepted]
 
 
+async def test_claimed_session_is_one_users_until_it_is_closed(world: World):
+    store = world.open()
+    await store.append(SESSION, [event(10, 1)])
+
+    first = await store.claim_session("s-1", "ann")
+    other = await store.claim_session("s-1", "bob")
+    await store.append(SESSION, [event(11, 2)])
+    again = await store.claim_session("s-1", "ann")
+    still = await store.claim_session("s-1", "bob")
+    assert await store.close_session("s-1", again.record)
+    await store.append(SESSION, [event(12, 3)])
+    next_one = await store.claim_session("s-1", "bob")
+
+    assert [claim.is_granted for claim in (first, other, again, still, next_one)] == [True, False, True, False, True]
+    assert (other.record, still.record) == (None, None)
+    seen = [history(Loaded(claim.record, None)).seen for claim in (first, again, next_one)]
+    assert seen == [[10], [10, 11], [12]]
+
+
+async def test_session_that_is_not_there_is_nobodys_to_claim(world: World):
+    store = world.open()
+
+    assert await store.claim_session("s-1", "ann") == Claim(is_granted=True, record=None)
+    await store.append(SESSION, [event(10, 1)])
+
+    assert (await store.claim_session("s-1", "bob")).is_granted
+
+
+async def test_claim_of_a_session_lives_as_long_as_the_session_and_no_longer(server: World):
+    store = server.open()
+    await store.append(SESSION, [event(10, 1)])
+    await store.claim_session("s-1", "ann")
+    keys = SubjectKeys.of(SESSION)
+    with server.client() as client:
+        client.expire(keys.tombstone, 5)
+        await store.append(SESSION, [event(11, 2)])
+        lives = [client.ttl(keys.tombstone), client.ttl(keys.record)]
+        client.delete(keys.record, keys.seen)  # as if it had expired
+    await store.append(SESSION, [event(12, 3)])
+
+    assert lives == [LIMITS.session_ttl_s] * 2
+    assert (await store.claim_session("s-1", "bob")).is_granted
+
+
+async def test_slate_made_after_a_claim_is_kept_while_the_session_is(world: World):
+    store = world.open()
+    await store.append(SESSION, [event(10, 1)])
+    await store.claim_session("s-1", "ann")
+
+    assert await store.save_slate(slate_id("1", SESSION), SESSION, NOW_MS, b"asked", b"page")
+
+
 async def test_slate_made_before_a_merge_is_not_kept_after_it(world: World):
     store = world.open()
     await store.append(SESSION, [event(10, 1)])
@@ -1636,6 +1689,14 @@ class SideBySide(RuleBasedStateMachine):
     )
     def absorb(self, user: str, drawn: Sequence[tuple[int, int]], seen: list[int]) -> None:
         self.both("absorb", user, "a-session", [named(number, self.clock() + at) for number, at in drawn], seen)
+
+    @rule(user=st.sampled_from([subject.id for subject in SUBJECTS]))
+    def claim_session(self, user: str) -> None:
+        in_memory, in_server = (
+            self.runner.run(store.claim_session("ann", user)) for store in (self.memory, self.server)
+        )
+        assert in_memory.is_granted == in_server.is_granted
+        assert plain(Loaded(in_memory.record, None)) == plain(Loaded(in_server.record, None))
 
     @rule(is_stale=st.booleans())
     def close_session(self, is_stale: bool) -> None:
