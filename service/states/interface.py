@@ -329,8 +329,8 @@ class Store(Protocol):
         ...
 
     async def claim_session(self, session_id: str, user_id: str) -> Claim:
-        """Read a session that this user is to take over, and keep all others from it, in one step: what was read goes to
-        nobody else. The claim ends when the session is closed or expires; the same user may claim it again.
+        """Read a session that this user is to take over, and keep all others from it, in one step: nobody else gets
+        what was read. The claim ends when the session is closed or expires; the same user may claim it again.
 
         Raises:
             CatalogMismatch: the record was written under another catalogue lineage.
