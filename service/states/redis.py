@@ -269,7 +269,10 @@ class RedisStore:
         if versions := await self._client.execute_command("ZRANGE", scripts.MODELS_KEY, 0, -1):
             states = (keys.state(version.decode()) for version in versions)
             num_removed += await self._client.execute_command("UNLINK", *states)
-        if ids := await self._slate_ids(subject):
+        listed: list[bytes] = await self._run(
+            scripts.SEAL_SLATES, [keys.recommendations, keys.tombstone], [self._clock(), subject_hash(subject)]
+        )
+        if ids := [each.decode() for each in listed]:
             slates = map(scripts.slate_key, ids)
             num_removed += await self._run(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
         return num_removed

@@ -472,6 +472,23 @@ redis.call('HSET', KEYS[1], 'p' .. ARGV[1], ARGV[2])
 return 1
 """)
 
+SEAL_SLATES = Script("""
+-- The slates of a subject whose tombstone was just set. Those made until now are not kept any more: the time in the
+-- tombstone is from before its script ran, and a list may have been made between the two.
+-- KEYS  1 list of slates  2 tombstone
+-- ARGV  1 now, ms  2 subject hash, 8 bytes
+-- Returns the ids of the kept slates.
+local tombstone, now_ms = redis.call('GET', KEYS[2]), tonumber(ARGV[1])
+if tombstone and string.sub(tombstone, 2, 9) == ARGV[2] then
+  local low, high = struct.unpack('<I4I2', tombstone, 10)
+  if low + high * 4294967296 < now_ms then
+    local time = struct.pack('<I4I2', now_ms % 4294967296, math.floor(now_ms / 4294967296))
+    redis.call('SETRANGE', KEYS[2], 9, time)
+  end
+end
+return redis.call('LRANGE', KEYS[1], 0, -1)
+""")
+
 FORGET_SLATES = Script("""
 -- Remove slates of a subject, and take them off its list.
 -- KEYS  1 list of slates  2… slates

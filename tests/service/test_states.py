@@ -1459,6 +1459,27 @@ async def test_closing_a_session_interrupted_half_way_is_completed_by_its_repeti
     assert await store.load_slate(slate_id("1", SESSION)) is None
 
 
+@pytest.mark.parametrize("subject", [ANN, SESSION], ids=["an erasure", "a merge"])
+async def test_slate_made_while_its_subject_was_on_the_way_out_is_not_kept_after_it(
+    server: World, monkeypatch: pytest.MonkeyPatch, subject: Subject
+):
+    store = server.open()
+    await store.append(subject, [event(10, 1)])
+    read = (await store.load(subject, VERSION)).record
+    made_ms = NOW_MS + 1  # after the erasure or the merge took its time, before its script ran
+    run = store._run  # type: ignore[attr-defined]
+
+    async def slow(*arguments: Any) -> Any:
+        server.clock.advance(s=0.002)
+        return await run(*arguments)
+
+    monkeypatch.setattr(store, "_run", slow)
+    await (store.erase("ann") if subject.kind == "user" else store.close_session("s-1", read))
+
+    assert not await store.save_slate(slate_id("1", subject), subject, made_ms, b"asked", b"page")
+    assert await store.slates(subject) == []
+
+
 async def test_slate_that_expired_is_listed_no_more(server: World):
     store = server.open()
     for name in ("1", "2"):
