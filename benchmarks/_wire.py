@@ -55,19 +55,18 @@ class Wire:
     url: str = ""
     commands: list[str] = field(default_factory=list)
     """Names of those since `listen`."""
-    stop: Stop | None = None
+    stops: dict[int, Stop] = field(default_factory=dict)
+    """By the number of the command."""
     is_down: bool = False
     """No command gets through."""
 
-    def listen(self, stop: Stop | None = None) -> None:
+    def listen(self, *stops: Stop) -> None:
         """Count from here on, and stop there."""
-        self.commands, self.stop = [], stop
+        self.commands, self.stops = [], {stop.number: stop for stop in stops}
 
     def _stop_at(self, command: list[bytes]) -> Stop | None:
         self.commands.append(command[0].decode())
-        if self.stop is not None and len(self.commands) == self.stop.number + 1:
-            return self.stop
-        return None
+        return self.stops.get(len(self.commands) - 1)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of the service."""
