@@ -312,7 +312,8 @@ class Store(Protocol):
     ) -> list[AppendStatus]:
         """Store a session's events as the user's, as `append` does; a status for each.
 
-        The outbox already tells of them under the session: it gets one `merge` entry instead, when anything was new.
+        The outbox already tells of them under the session: it gets one `merge` entry instead, when anything was new. An
+        event on an item and a time that a kept event of the user has is a duplicate too, as often as the user has it.
 
         Args:
             user_id: who takes them.

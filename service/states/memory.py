@@ -1,7 +1,7 @@
 """The store in this process's memory: for a laptop and for tests. Nothing survives the process."""
 
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -168,13 +168,18 @@ class MemoryStore:
         history = self._histories[subject.kind].get(subject.id)
         identities = self._identities[subject.kind].get(subject.id, _Identities())
         known = set(identities.hashes)
+        # As in the script: what the user has already, before a merge, by item and time.
+        held: Counter[tuple[int, int]] = Counter()
+        if merged_from is not None and history is not None:
+            held.update((item, timestamp_ms) for timestamp_ms, item, _ in history.events)
         statuses: list[AppendStatus] = []
         accepted: list[Event] = []
         for event in events:
             if erased_ms is not None and self._is_refused(event, erased_ms, now_ms):
                 statuses.append(AppendStatus.erased)
-            elif event.identity in known:
+            elif held[moment := (event.item_number, event.timestamp_ms)] > 0 or event.identity in known:
                 statuses.append(AppendStatus.duplicate)
+                held[moment] -= 1
             else:
                 statuses.append(AppendStatus.accepted)
                 accepted.append(event)

@@ -280,18 +280,27 @@ local identities = redis.call('GET', KEYS[3]) or ''
 -- Decide --------------------------------------------------------------------------------------------------
 
 local statuses, accepted, numbers, late = {}, {}, {}, false
+-- How often the user has an item at a time, before a merge: an event that was sent for both is there once, whatever
+-- its name.
+local held = {}
+if merged_from ~= '' then
+  for position = 1, #entries, ENTRY do
+    local moment = sub(entries, position, position + 9)
+    held[moment] = (held[moment] or 0) + 1
+  end
+end
 if erased_ms < 0 then
   for position = 1, #ARGV[14], 4 do numbers[#numbers + 1] = struct.unpack('<I4', ARGV[14], position) end
 end
 for first = 15, #ARGV, 8 do
   local entry, undated, identity = ARGV[first], ARGV[first + 1] == '1', ARGV[first + 2]
-  local timestamp = timestamp_of(entry, 0)
-  local status = '0'
+  local timestamp, moment, status = timestamp_of(entry, 0), sub(entry, 1, 10), '0'
   if (undated and erased_ms >= 0 and now_ms < erased_ms + undated_refusal_ms)
       or (not undated and timestamp <= erased_ms) then
     status = '2'
-  elseif identity ~= '' and has_identity(identities, identity) then
+  elseif (held[moment] or 0) > 0 or (identity ~= '' and has_identity(identities, identity)) then
     status = '1'
+    held[moment] = (held[moment] or 0) - 1
   else
     identities = identities .. identity
     accepted[#accepted + 1] = first

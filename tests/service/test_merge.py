@@ -135,6 +135,15 @@ async def test_an_event_sent_for_both_is_the_users_once(server: Server) -> None:
     assert rows_of(server, "both") == [1, 2]
 
 
+async def test_an_event_sent_for_both_under_a_name_or_with_a_type_is_the_users_once(server: Server) -> None:
+    named, typed = {"event_id": "e-1"}, {"type": "click"}
+    server.append(view("named", 1, 0, **named), view("named", 2, 1, **typed), view("named", 3, 2))
+    server.append(of_session("named", 1, 0, **named), of_session("named", 2, 1, **typed), of_session("named", 4, 3))
+
+    assert counts(merge(server, "named", "named")) == (1, 2, 0)
+    assert rows_of(server, "named") == [1, 2, 3, 4]
+
+
 async def test_several_events_on_one_item_at_one_time_are_all_merged(server: Server) -> None:
     server.append(*(of_session("burst", 1, 0, type=kind) for kind in ("view", "cart", "buy")))
 

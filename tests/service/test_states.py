@@ -937,6 +937,20 @@ async def test_absorbing_again_changes_nothing(world: World):
     assert history(await store.load(ANN, VERSION)) == before
 
 
+async def test_absorbed_event_that_the_user_has_under_another_name_is_a_duplicate(world: World):
+    store = world.open()
+    await store.append(ANN, [event(11, 10, identity=identity(1)), event(12, 20)])
+    session = [named(11, 10), event(11, 10, identity=identity(2)), named(12, 20), named(13, 20)]
+
+    first = await store.absorb("ann", "s-1", session, [])
+    again = await store.absorb("ann", "s-1", session, [])
+    another = await store.absorb("ann", "s-1", [*session, event(11, 10, identity=identity(3))], [])
+
+    assert first == [duplicate, accepted, duplicate, accepted]
+    assert again == [duplicate] * 4
+    assert another == [duplicate] * 4 + [accepted]
+
+
 async def test_session_of_seen_items_alone_can_be_absorbed(world: World):
     store = world.open()
 
