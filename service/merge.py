@@ -28,8 +28,8 @@ class Moving:
 def moving(session_id: str, record: UserRecord, item_id: Callable[[int], str | None]) -> Moving:
     """A session's record as what a user takes over.
 
-    The identity of an event is what it would be had the event been sent with item and timestamp alone. Of several events on one item in one millisecond the later ones are told
-    apart by their order.
+    The identity of an event is what it would be had the event been sent with item and timestamp alone. Of several
+    events on one item in one millisecond the later ones are told apart by their order.
 
     Args:
         session_id: whose record it is.
