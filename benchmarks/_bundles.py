@@ -1,17 +1,26 @@
-"""A published bundle of any catalogue size, with random weights: what speed needs, and no training."""
+"""A published bundle of any catalogue size, with random weights: what speed needs, and no training; copies of one."""
 
+import shutil
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
+import polars as pl
 import torch
 
 from model import registry
 from model.build import build_model
-from model.bundle import FEATURES, Calibration, golden_arrays, items_frame, write_bundle
-from model.config import ModelConfig
+from model.bundle import FEATURES, RANKER, Calibration, golden_arrays, items_frame, open_bundle, write_bundle
+from model.config import FIRST_ITEM, PAD, ModelConfig
 from model.onnx.export import export_graphs
+from model.registry import resolve
+
+BY_ITEM = ("item_table", "candidate_variance")
+"""The ranker's tensors with a row for each special token and item."""
 
 
 def item_id(number: int) -> str:
@@ -68,3 +77,58 @@ def publish_random(folder: Path, num_items: int, **settings: Any) -> Path:
 
     registry.publish(folder, write_bundle(folder, manifest, fill).name)
     return folder
+
+
+def add_copy(bundles: Path, folder: Path, change: Callable[[Path], None], **fields: Any) -> str:
+    """Put a copy of a registry's current bundle into a registry, without publishing it; returns its version.
+
+    Args:
+        bundles: the registry whose current bundle is copied.
+        folder: receives the copy; may be the same.
+        change: alters files in the folder it is given, before checksums are taken.
+        fields: replace fields of the manifest.
+    """
+    origin = open_bundle(resolve(bundles))
+
+    def fill(staging: Path) -> None:
+        for name in origin.manifest.files:
+            shutil.copy(origin.folder / name, staging / name)
+        change(staging)
+
+    manifest = origin.manifest.model_dump(exclude={"format_version", "version", "files"})
+    return write_bundle(folder, {**manifest, **fields}, fill).name
+
+
+def add_smaller(bundles: Path, folder: Path, name: str, num_items: int) -> str:
+    """The bundle as it was before its last items joined the catalogue, as `add_copy` does it."""
+    golden = open_bundle(resolve(bundles)).golden_cases()
+
+    def change(staging: Path) -> None:
+        items = staging / "items.parquet"
+        pl.read_parquet(items).head(num_items).write_parquet(items)
+        path = staging / "ranker.onnx"
+        graph = onnx.load(path, load_external_data=False)
+        for tensor in graph.graph.initializer:
+            if tensor.name in BY_ITEM:
+                _cut_rows(tensor, num_items)
+        onnx.save_model(graph, path)
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        for case in golden:
+            if case.graph == RANKER:
+                for numbers in ("seen", "blocked"):
+                    known = case.inputs[numbers] < FIRST_ITEM + num_items
+                    case.inputs[numbers] = np.where(known, case.inputs[numbers], PAD)
+                names = list(case.outputs)
+                case.outputs.update(zip(names, session.run(names, case.inputs), strict=True))
+        arrays: dict[str, Any] = dict(golden_arrays(golden))
+        np.savez(staging / "golden.npz", **arrays)
+
+    return add_copy(bundles, folder, change, name=name, num_items=num_items)
+
+
+def _cut_rows(tensor: onnx.TensorProto, num_items: int) -> None:
+    """Keep the first rows of a tensor that lies outside the file: they lie first there too."""
+    kept = FIRST_ITEM + num_items
+    (length,) = (entry for entry in tensor.external_data if entry.key == "length")
+    length.value = str(int(length.value) // tensor.dims[0] * kept)
+    tensor.dims[0] = kept

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from service.states.interface import (
     AppendStatus,
+    Claim,
     EncodedState,
     Event,
     Loaded,
@@ -126,6 +127,10 @@ class GuardedStore:
     ) -> list[AppendStatus]:
         """As in `Store`."""
         return await self._breaker.call("absorb", lambda: self._store.absorb(user_id, session_id, events, seen))
+
+    async def claim_session(self, session_id: str, user_id: str) -> Claim:
+        """As in `Store`."""
+        return await self._breaker.call("claim_session", lambda: self._store.claim_session(session_id, user_id))
 
     async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
         """As in `Store`."""

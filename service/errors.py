@@ -10,6 +10,7 @@
     ├── UserNotFound      404    the caller
     ├── RecommendationNotFound  404  the caller: its slate expired, or was never kept
     ├── ItemNotFound      404    the caller: an id outside the catalogue
+    ├── SessionTaken      409    the caller: the session goes to another user
     ├── SessionBusy       503    the world: a session changes faster than it can be merged
     ├── ModelNotFound     404    the caller: no such graph, or no such version loaded
     ├── ChangeUnderWay    409    the caller: models change one at a time
@@ -278,6 +279,15 @@ class ItemNotFound(ServiceError):
     type = "item-not-found"
     title = "The catalogue does not know this item"
     action = "Check the id; in a path it must be percent-encoded. A new item is known once a model was trained on it."
+
+
+class SessionTaken(ServiceError):
+    """Another user's merge of the session has begun and is not complete."""
+
+    status = 409
+    type = "session-taken"
+    title = "The session goes to another user"
+    action = "Repeat the merge into the user that it was begun for, which completes it. Nobody else gets the events."
 
 
 class SessionBusy(ServiceError):

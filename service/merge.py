@@ -1,8 +1,9 @@
 """A session becomes the user's: its events as the store takes them over (service.md, "Merge").
 
-The merge has three steps, each of which can be repeated: read the session; append to the user what it does not have
-yet; empty the session, unless it has had events since it was read, which begins the steps anew. Session and user lie in
-different slots of a cluster, so the steps are not one script; the identities of the events make them safe to repeat.
+The merge has three steps, each of which can be repeated: claim the session for the user and read it, at once; append
+to the user what it does not have yet; empty the session, unless it has had events since it was read, which begins the
+steps anew. Session and user lie in different slots of a cluster, so the steps are not one script; the identities of the
+events make them safe to repeat, and the claim keeps every other user from the session until it is empty.
 """
 
 from collections import Counter
@@ -27,9 +28,8 @@ class Moving:
 def moving(session_id: str, record: UserRecord, item_id: Callable[[int], str | None]) -> Moving:
     """A session's record as what a user takes over.
 
-    The identity of an event is what it would be had the event been sent with item and timestamp alone: one that was
-    sent for the user as well is there once. Of several events on one item in one millisecond the later ones are told
-    apart by their order.
+    The identity of an event is what it would be had the event been sent with item and timestamp alone. Of several
+    events on one item in one millisecond the later ones are told apart by their order.
 
     Args:
         session_id: whose record it is.

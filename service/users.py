@@ -7,7 +7,7 @@ import numpy as np
 from model.bundle import Items
 from model.config import FIRST_ITEM, UNKNOWN_BASE
 from service.context import RequestContext
-from service.errors import SessionBusy, UserNotFound
+from service.errors import SessionBusy, SessionTaken, UserNotFound
 from service.merge import Tally, moving
 from service.recommender import Subjects
 from service.schemas import ErasureResponse, HeldSlate, MergeResponse, StoredEvent, UserResponse
@@ -68,18 +68,21 @@ class Users:
         merge that was interrupted.
 
         Raises:
+            SessionTaken: it is being merged into another user.
             SessionBusy: the session had events each time that it was to be emptied.
             StateError: the store cannot do it now.
         """
         request.subject = self._hasher("user", user_id)
-        session, tally = Subject("session", session_id), Tally({})
+        tally = Tally({})
         with request.timed("state"):
             for _ in range(MAX_MERGE_ROUNDS):
                 request.check_deadline()
-                record, _ = await self._subjects.load(session)
-                if record is not None:
-                    await self._absorb(user_id, session_id, record, tally)
-                if await self._store.close_session(session_id, record):
+                claim = await self._store.claim_session(session_id, user_id)
+                if not claim.is_granted:
+                    raise SessionTaken("the session is being merged into another user")
+                if claim.record is not None:
+                    await self._absorb(user_id, session_id, claim.record, tally)
+                if await self._store.close_session(session_id, claim.record):
                     return MergeResponse(
                         user_id=user_id,
                         from_session_id=session_id,

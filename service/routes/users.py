@@ -34,12 +34,13 @@ async def erase_user(user_id: UserIdDep, service: ServiceDep, context: ContextDe
 @router.post(
     "/v1/users/{user_id}/merge",
     summary="Make a session's events a user's",
-    responses=problem_responses(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=problem_responses(400, 408, 409, 413, 415, 422, 500, 503, 504),
 )
 async def merge_session(
     user_id: UserIdDep, asked: MergeRequest, service: ServiceDep, context: ContextDep
 ) -> MergeResponse:
     """After a login: the user has the session's events, each once, in the order of their time, and the items that it
     had seen; the session is empty, and a later event on it begins a new one. Harmless to repeat, and a repetition
-    completes a merge that was interrupted; of a session that is empty or unknown nothing is merged."""
+    completes a merge that was interrupted; of a session that is empty or unknown nothing is merged. A session whose
+    merge into another user has begun and is not complete is 409: nobody else gets its events."""
     return await service.users.merge(user_id, asked.from_session_id, context)

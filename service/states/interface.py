@@ -161,6 +161,16 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """What came of asking for a session."""
+
+    is_granted: bool
+    """False: it is being merged into another user, and was not read."""
+    record: UserRecord | None
+    """As it was when it was claimed; None when there was none, and then nothing is claimed."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlateRef:
     """One kept slate of a subject."""
 
@@ -302,7 +312,8 @@ class Store(Protocol):
     ) -> list[AppendStatus]:
         """Store a session's events as the user's, as `append` does; a status for each.
 
-        The outbox already tells of them under the session: it gets one `merge` entry instead, when anything was new.
+        The outbox already tells of them under the session: it gets one `merge` entry instead, when anything was new. An
+        event on an item and a time that a kept event of the user has is a duplicate too, as often as the user has it.
 
         Args:
             user_id: who takes them.
@@ -318,8 +329,17 @@ class Store(Protocol):
         """
         ...
 
+    async def claim_session(self, session_id: str, user_id: str) -> Claim:
+        """Read a session that this user is to take over, and keep all others from it, in one step: nobody else gets
+        what was read. The claim ends when the session is closed or expires; the same user may claim it again.
+
+        Raises:
+            CatalogMismatch: the record was written under another catalogue lineage.
+        """
+        ...
+
     async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
-        """Empty a session that is as it was read; False, and nothing removed, when it has had events since.
+        """Empty a session that is as it was claimed; False, and nothing removed, when it has had events since.
 
         Its identities stay for their time, so that an event which is delivered once more is a duplicate still. A later
         event begins the session anew, in a higher epoch. Harmless to repeat, and a repetition completes an interrupted
@@ -327,7 +347,7 @@ class Store(Protocol):
 
         Args:
             session_id: which one.
-            read: the record that `load` gave; None when there was none.
+            read: the record that the claim gave; None when there was none.
         """
         ...
 

@@ -1,7 +1,7 @@
 """The store in this process's memory: for a laptop and for tests. Nothing survives the process."""
 
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -11,6 +11,7 @@ import numpy as np
 from model.config import UNKNOWN_BASE
 from service.states.interface import (
     AppendStatus,
+    Claim,
     Clock,
     EncodedState,
     Event,
@@ -43,6 +44,8 @@ class _History:
     events: list[tuple[int, int, float]] = field(default_factory=list)
     old_seen: set[int] = field(default_factory=set)
     young_seen: set[int] = field(default_factory=set)
+    claimed_by: str | None = None
+    """Of a session: the user who takes it over."""
     expires_ms: int = 0
 
 
@@ -122,8 +125,11 @@ class MemoryStore:
         history = self._histories[subject.kind].get(subject.id)
         if history is None:
             return Loaded(record=None, encoded=None)
+        return Loaded(self._record(history), self._encoded(subject, model_version, history))
+
+    def _record(self, history: _History) -> UserRecord:
         timestamps, items, weights = zip(*history.events, strict=True) if history.events else ((), (), ())
-        record = UserRecord(
+        return UserRecord(
             count=history.count,
             epoch=history.epoch,
             lineage=self._lineage,
@@ -132,7 +138,6 @@ class MemoryStore:
             weights=np.array(weights, dtype=np.float32),
             seen=np.array(sorted(history.old_seen | history.young_seen), dtype=np.int64),
         )
-        return Loaded(record=record, encoded=self._encoded(subject, model_version, history))
 
     def _encoded(self, subject: Subject, model_version: str, history: _History) -> EncodedState | None:
         kept = self._states[subject.kind].get((subject.id, model_version))
@@ -163,13 +168,18 @@ class MemoryStore:
         history = self._histories[subject.kind].get(subject.id)
         identities = self._identities[subject.kind].get(subject.id, _Identities())
         known = set(identities.hashes)
+        # As in the script: what the user has already, before a merge, by item and time.
+        held: Counter[tuple[int, int]] = Counter()
+        if merged_from is not None and history is not None:
+            held.update((item, timestamp_ms) for timestamp_ms, item, _ in history.events)
         statuses: list[AppendStatus] = []
         accepted: list[Event] = []
         for event in events:
             if erased_ms is not None and self._is_refused(event, erased_ms, now_ms):
                 statuses.append(AppendStatus.erased)
-            elif event.identity in known:
+            elif held[moment := (event.item_number, event.timestamp_ms)] > 0 or event.identity in known:
                 statuses.append(AppendStatus.duplicate)
+                held[moment] -= 1
             else:
                 statuses.append(AppendStatus.accepted)
                 accepted.append(event)
@@ -236,6 +246,17 @@ class MemoryStore:
             identities.expires_ms = now_ms + self._limits.ttl_of_identities_s(subject) * 1000
             self._identities[subject.kind][subject.id] = identities
             self._identities[subject.kind].move_to_end(subject.id)
+
+    async def claim_session(self, session_id: str, user_id: str) -> Claim:
+        """As in `Store`."""
+        self._forget_expired()
+        history = self._histories["session"].get(session_id)
+        if history is None:
+            return Claim(is_granted=True, record=None)
+        if history.claimed_by not in (None, user_id):
+            return Claim(is_granted=False, record=None)
+        history.claimed_by = user_id
+        return Claim(is_granted=True, record=self._record(history))
 
     async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
         """As in `Store`."""

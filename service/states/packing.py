@@ -9,6 +9,8 @@
                     C are 0 when there is none
     tombstone       kind u8, 1 of a user's erasure, 2 of a session's merge | subject hash 8 | when, in ms u48 |
                     next epoch u32
+    claim           of a session under merge, in the place of its tombstone: 3 | subject hash 8 | of the tombstone
+                    before, or 0: when, next epoch | claim hash 8
 
 `old` and `young` are ascending item numbers, each as its difference from the one before, in LEB128 varints
 (the first from 0). The shapes of a state are those of `service.filtered`. The subject hash is checked on every read:
@@ -45,6 +47,11 @@ def subject_hash(subject: Subject) -> bytes:
 def lineage_hash(lineage: str) -> bytes:
     """8 bytes that tell under which catalogue lineage the item numbers of a record were given."""
     return blake2b(lineage.encode(), digest_size=8).digest()
+
+
+def claim_hash(session_id: str, user_id: str) -> bytes:
+    """8 bytes that tell whether a session is being merged into this user; of no use without both ids."""
+    return blake2b(f"{session_id}\0{user_id}".encode(), digest_size=8).digest()
 
 
 def bfloat16_bits(weight: float) -> int:

@@ -20,6 +20,7 @@ from service.states.commands import Client, Commands
 from service.states.interface import (
     AppendStatus,
     CatalogMismatch,
+    Claim,
     Clock,
     EncodedState,
     Event,
@@ -35,6 +36,7 @@ from service.states.interface import (
     wall_clock_ms,
 )
 from service.states.packing import (
+    claim_hash,
     is_record_of,
     lineage_hash,
     lineage_of_record,
@@ -97,12 +99,15 @@ class RedisStore:
         value, seen, state_value = await self._ask(
             scripts.LOAD, [keys.record, keys.seen, keys.state(model_version)], []
         )
-        if not is_record_of(value, owner):
-            return Loaded(record=None, encoded=None)
+        record = self._record(value, seen, owner)
+        return Loaded(record, None if record is None else unpack_state(state_value, owner))
+
+    def _record(self, value: bytes | None, seen: bytes | None, owner: bytes) -> UserRecord | None:
+        if value is None or not is_record_of(value, owner):
+            return None
         if lineage_of_record(value) != lineage_hash(self._lineage):
             raise CatalogMismatch(self._lineage)
-        record = unpack_record(value, unpack_seen(seen, owner), self._lineage)
-        return Loaded(record=record, encoded=unpack_state(state_value, owner))
+        return unpack_record(value, unpack_seen(seen, owner), self._lineage)
 
     async def append(self, subject: Subject, events: Sequence[Event]) -> list[AppendStatus]:
         """As in `Store`."""
@@ -159,6 +164,22 @@ class RedisStore:
         if outcome == b"layout":
             raise StateUnavailable(unreadable_layout(details[0]))
         return [_STATUSES[digit] for digit in details[0].decode()]
+
+    async def claim_session(self, session_id: str, user_id: str) -> Claim:
+        """As in `Store`."""
+        subject = Subject("session", session_id)
+        keys, owner = scripts.SubjectKeys.of(subject), subject_hash(subject)
+        reply = await self._send(
+            self._run(
+                scripts.CLAIM_SESSION,
+                [keys.record, keys.seen, keys.tombstone],
+                [owner, claim_hash(session_id, user_id), self._limits.session_ttl_s],
+            )
+        )
+        if reply == b"taken":
+            return Claim(is_granted=False, record=None)
+        value, seen = reply
+        return Claim(is_granted=True, record=self._record(value, seen, owner))
 
     async def close_session(self, session_id: str, read: UserRecord | None) -> bool:
         """As in `Store`."""
@@ -240,7 +261,10 @@ class RedisStore:
         if versions := await self._client.execute_command("ZRANGE", scripts.MODELS_KEY, 0, -1):
             states = (keys.state(version.decode()) for version in versions)
             num_removed += await self._client.execute_command("UNLINK", *states)
-        if ids := await self._slate_ids(subject):
+        listed: list[bytes] = await self._run(
+            scripts.SEAL_SLATES, [keys.recommendations, keys.tombstone], [self._clock(), subject_hash(subject)]
+        )
+        if ids := [each.decode() for each in listed]:
             slates = map(scripts.slate_key, ids)
             num_removed += await self._commands.run(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
         return num_removed

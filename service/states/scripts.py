@@ -76,7 +76,7 @@ class SubjectKeys(NamedTuple):
     identities: str
     """d: the last event identities, 8 bytes each, oldest first."""
     tombstone: str
-    """x: a user's erasure, or that a session was merged."""
+    """x: a user's erasure, or that a session was merged, or is claimed for it."""
     recommendations: str
     """ri: list of the ids of the slates served to the subject."""
     outbox: str
@@ -126,7 +126,7 @@ APPEND = Script("""
 --          item id, type or '', weight in decimals, event id or '', recommendation id or ''
 -- Returns {'ok', statuses}: a digit per event, 0 accepted, 1 duplicate, 2 refused by an erasure;
 --         {'layout', schema}, {'lineage'} or {'outbox_full'}: nothing was written.
-local SCHEMA, ERASED, ENTRY, HIGH = 1, 1, 12, 4294967296
+local SCHEMA, ERASED, MERGED, CLAIMED, ENTRY, HIGH = 1, 1, 2, 3, 12, 4294967296
 local byte, char, floor, sub = string.byte, string.char, math.floor, string.sub
 local now_ms, subject_hash, lineage_hash = tonumber(ARGV[1]), ARGV[2], ARGV[3]
 local subject_ttl_s, identity_ttl_s = ARGV[4], ARGV[5]
@@ -261,8 +261,9 @@ end
 
 local erased_ms, count, epoch, entries = -1, 0, floor(now_ms / 1000), ''
 -- A new record's epoch is the second of its creation, so that no state of an expired record fits it.
-local tombstone = redis.call('GET', KEYS[4])
+local tombstone, is_claimed = redis.call('GET', KEYS[4]), false
 if tombstone and sub(tombstone, 2, 9) == subject_hash then
+  is_claimed = byte(tombstone) == CLAIMED
   local low, high, next_epoch = struct.unpack('<I4I2I4', tombstone, 10)
   epoch = math.max(epoch, next_epoch)
   if byte(tombstone) == ERASED then erased_ms = low + high * HIGH end
@@ -279,18 +280,27 @@ local identities = redis.call('GET', KEYS[3]) or ''
 -- Decide --------------------------------------------------------------------------------------------------
 
 local statuses, accepted, numbers, late = {}, {}, {}, false
+-- How often the user has an item at a time, before a merge: an event that was sent for both is there once, whatever
+-- its name.
+local held = {}
+if merged_from ~= '' then
+  for position = 1, #entries, ENTRY do
+    local moment = sub(entries, position, position + 9)
+    held[moment] = (held[moment] or 0) + 1
+  end
+end
 if erased_ms < 0 then
   for position = 1, #ARGV[14], 4 do numbers[#numbers + 1] = struct.unpack('<I4', ARGV[14], position) end
 end
 for first = 15, #ARGV, 8 do
   local entry, undated, identity = ARGV[first], ARGV[first + 1] == '1', ARGV[first + 2]
-  local timestamp = timestamp_of(entry, 0)
-  local status = '0'
+  local timestamp, moment, status = timestamp_of(entry, 0), sub(entry, 1, 10), '0'
   if (undated and erased_ms >= 0 and now_ms < erased_ms + undated_refusal_ms)
       or (not undated and timestamp <= erased_ms) then
     status = '2'
-  elseif identity ~= '' and has_identity(identities, identity) then
+  elseif (held[moment] or 0) > 0 or (identity ~= '' and has_identity(identities, identity)) then
     status = '1'
+    held[moment] = (held[moment] or 0) - 1
   else
     identities = identities .. identity
     accepted[#accepted + 1] = first
@@ -325,6 +335,12 @@ else
 end
 if identities ~= '' then
   redis.call('SET', KEYS[3], sub(identities, -identity_limit * 8), 'EX', identity_ttl_s)
+end
+-- A claim lives as long as the record that it is of, and not for the next one.
+if is_claimed and record then
+  redis.call('EXPIRE', KEYS[4], subject_ttl_s)
+elseif is_claimed then
+  redis.call('SET', KEYS[4], char(MERGED) .. sub(tombstone, 2, 19), 'KEEPTTL')
 end
 if merged_from ~= '' then
   if seen or #accepted > 0 then
@@ -375,6 +391,22 @@ local count, epoch = struct.unpack('<I4I4', header, 18)
 if epoch ~= tonumber(ARGV[3]) or count < tonumber(ARGV[2]) then return 0 end
 redis.call('SET', KEYS[2], ARGV[4], 'EX', ARGV[5])
 return 1
+""")
+
+CLAIM_SESSION = Script("""
+-- Read a session for the user who takes it over, and keep all others from it.
+-- KEYS  1 record  2 seen set  3 mark of a merge
+-- ARGV  1 subject hash, 8 bytes  2 claim hash, 8 bytes  3 life time of the claim, s
+-- Returns {record, seen set}; {false, false} when there is no record; 'taken' when another user has claimed it.
+local record, mark = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[3])
+if not record then return {false, false} end
+local before = struct.pack('<I4I2I4', 0, 0, 0)
+if mark and string.sub(mark, 2, 9) == ARGV[1] then
+  if string.byte(mark) == 3 and string.sub(mark, 20, 27) ~= ARGV[2] then return 'taken' end
+  before = string.sub(mark, 10, 19)
+end
+redis.call('SET', KEYS[3], string.char(3) .. ARGV[1] .. before .. ARGV[2], 'EX', ARGV[3])
+return {record, redis.call('GET', KEYS[2])}
 """)
 
 CLOSE_SESSION = Script("""
@@ -447,6 +479,23 @@ APPEND_PAGE = Script("""
 if redis.call('HLEN', KEYS[1]) ~= ARGV[1] + 1 then return 0 end
 redis.call('HSET', KEYS[1], 'p' .. ARGV[1], ARGV[2])
 return 1
+""")
+
+SEAL_SLATES = Script("""
+-- The slates of a subject whose tombstone was just set. Those made until now are not kept any more: the time in the
+-- tombstone is from before its script ran, and a list may have been made between the two.
+-- KEYS  1 list of slates  2 tombstone
+-- ARGV  1 now, ms  2 subject hash, 8 bytes
+-- Returns the ids of the kept slates.
+local tombstone, now_ms = redis.call('GET', KEYS[2]), tonumber(ARGV[1])
+if tombstone and string.sub(tombstone, 2, 9) == ARGV[2] then
+  local low, high = struct.unpack('<I4I2', tombstone, 10)
+  if low + high * 4294967296 < now_ms then
+    local time = struct.pack('<I4I2', now_ms % 4294967296, math.floor(now_ms / 4294967296))
+    redis.call('SETRANGE', KEYS[2], 9, time)
+  end
+end
+return redis.call('LRANGE', KEYS[1], 0, -1)
 """)
 
 FORGET_SLATES = Script("""

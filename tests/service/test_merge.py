@@ -1,5 +1,6 @@
 """A session becomes the user's: through a real process, and interrupted at each step over both kinds of store."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from model.bundle import Bundle, open_bundle
 from model.config import FIRST_ITEM
 from model.registry import resolve
 from service.context import unhurried
-from service.errors import SessionBusy
+from service.errors import SessionBusy, SessionTaken
 from service.ingest import content_identity
 from service.merge import moving
 from service.recommender import Subjects
@@ -31,7 +32,7 @@ from tests.service.valkey import emptied
 
 pytestmark = pytest.mark.anyio
 
-USER, SESSION = Subject("user", "ann"), Subject("session", "s-1")
+USER, OTHER, SESSION = Subject("user", "ann"), Subject("user", "bob"), Subject("session", "s-1")
 LIMITS = StoreLimits(max_len=MAX_LEN)
 
 
@@ -134,6 +135,15 @@ async def test_an_event_sent_for_both_is_the_users_once(server: Server) -> None:
     assert rows_of(server, "both") == [1, 2]
 
 
+async def test_an_event_sent_for_both_under_a_name_or_with_a_type_is_the_users_once(server: Server) -> None:
+    named, typed = {"event_id": "e-1"}, {"type": "click"}
+    server.append(view("named", 1, 0, **named), view("named", 2, 1, **typed), view("named", 3, 2))
+    server.append(of_session("named", 1, 0, **named), of_session("named", 2, 1, **typed), of_session("named", 4, 3))
+
+    assert counts(merge(server, "named", "named")) == (1, 2, 0)
+    assert rows_of(server, "named") == [1, 2, 3, 4]
+
+
 async def test_several_events_on_one_item_at_one_time_are_all_merged(server: Server) -> None:
     server.append(*(of_session("burst", 1, 0, type=kind) for kind in ("view", "cart", "buy")))
 
@@ -203,7 +213,7 @@ async def test_a_wrong_merge_is_a_422_problem_that_names_the_field(
 
 # ---- interrupted -----------------------------------------------------------------------------------------
 
-STEPS = ("load", "absorb", "close_session")
+STEPS = ("claim_session", "absorb", "close_session")
 
 
 @dataclass
@@ -250,9 +260,9 @@ def event(row: int, at: int) -> Event:
     )
 
 
-async def merged(bundle: Bundle, store: Any) -> MergeResponse:
+async def merged(bundle: Bundle, store: Any, user: Subject = USER) -> MergeResponse:
     users = Users(bundle.items, Subjects(bundle, store, Metrics()), store, IdHasher())
-    return await users.merge(USER.id, SESSION.id, unhurried("merge", 60))
+    return await users.merge(user.id, SESSION.id, unhurried("merge", 60))
 
 
 async def held(store: Store, subject: Subject) -> list[tuple[int, int]]:
@@ -287,7 +297,7 @@ async def test_a_merge_interrupted_at_a_step_is_completed_by_its_repetition(
 
 @dataclass
 class Meanwhile:
-    """A store at whose session something happens right after each of the first `times` reads."""
+    """A store at whose session something happens right after each of the first `times` claims."""
 
     store: Store
     times: int
@@ -296,12 +306,12 @@ class Meanwhile:
     def __getattr__(self, verb: str) -> Any:
         return getattr(self.store, verb)
 
-    async def load(self, subject: Subject, model_version: str) -> Any:
-        loaded = await self.store.load(subject, model_version)
+    async def claim_session(self, session_id: str, user_id: str) -> Any:
+        claim = await self.store.claim_session(session_id, user_id)
         if self.sent < self.times:
             self.sent += 1
             await self.store.append(SESSION, [event(10 + self.sent, 100 + self.sent)])
-        return loaded
+        return claim
 
 
 async def test_an_event_that_arrives_during_a_merge_is_merged_with_the_others(store: Store, bundle: Bundle) -> None:
@@ -325,6 +335,66 @@ async def test_a_session_that_never_rests_is_given_up_with_nothing_lost(store: S
     rows = [row for row, _ in await held_items(store, USER)]
     assert rows == list(range(10 + restless.sent - MAX_LEN + 1, 10 + restless.sent + 1))
     assert await held(store, SESSION) == []
+
+
+@dataclass
+class InStep:
+    """A store whose callers all read the session before any goes on: the two merges overlap as far as they can."""
+
+    store: Store
+    barrier: asyncio.Barrier
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self.store, verb)
+
+    async def claim_session(self, session_id: str, user_id: str) -> Any:
+        claim = await self.store.claim_session(session_id, user_id)
+        await self.barrier.wait()
+        return claim
+
+
+async def test_of_two_users_who_take_one_session_at_once_one_gets_its_events(store: Store, bundle: Bundle) -> None:
+    await store.append(SESSION, [event(3, 10), event(4, 30)])
+    in_step = InStep(store, asyncio.Barrier(2))
+
+    outcomes = await asyncio.gather(
+        merged(bundle, in_step, USER), merged(bundle, in_step, OTHER), return_exceptions=True
+    )
+
+    (refused,) = (outcome for outcome in outcomes if isinstance(outcome, BaseException))
+    assert isinstance(refused, SessionTaken)
+    assert sorted([await held(store, USER), await held(store, OTHER)]) == [[], [(3, 10), (4, 30)]]
+    assert await held(store, SESSION) == []
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+async def test_a_session_whose_merge_was_interrupted_goes_to_no_other_user(
+    store: Store, bundle: Bundle, is_done: bool
+) -> None:
+    await store.append(SESSION, [event(3, 10)])
+    with pytest.raises(StateUnavailable):
+        await merged(bundle, Interrupted(store, "absorb", is_done))
+
+    with pytest.raises(SessionTaken) as refused:
+        await merged(bundle, store, OTHER)
+    await store.append(SESSION, [event(4, 20)])
+    with pytest.raises(SessionTaken):
+        await merged(bundle, store, OTHER)
+    await merged(bundle, store)
+
+    assert refused.value.status == 409
+    assert await held(store, OTHER) == []
+    assert await held(store, USER) == [(3, 10), (4, 20)]
+
+
+async def test_a_session_that_begins_anew_is_anybodys(store: Store, bundle: Bundle) -> None:
+    await store.append(SESSION, [event(3, 10)])
+    await merged(bundle, store)
+    await store.append(SESSION, [event(4, 20)])
+
+    await merged(bundle, store, OTHER)
+
+    assert (await held(store, USER), await held(store, OTHER)) == ([(3, 10)], [(4, 20)])
 
 
 async def held_items(store: Store, subject: Subject) -> list[tuple[int, int]]:

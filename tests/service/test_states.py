@@ -22,6 +22,7 @@ from service.filtered import Cache, State
 from service.states import (
     AppendStatus,
     CatalogMismatch,
+    Claim,
     EncodedState,
     Event,
     Loaded,
@@ -936,6 +937,20 @@ async def test_absorbing_again_changes_nothing(world: World):
     assert history(await store.load(ANN, VERSION)) == before
 
 
+async def test_absorbed_event_that_the_user_has_under_another_name_is_a_duplicate(world: World):
+    store = world.open()
+    await store.append(ANN, [event(11, 10, identity=identity(1)), event(12, 20)])
+    session = [named(11, 10), event(11, 10, identity=identity(2)), named(12, 20), named(13, 20)]
+
+    first = await store.absorb("ann", "s-1", session, [])
+    again = await store.absorb("ann", "s-1", session, [])
+    another = await store.absorb("ann", "s-1", [*session, event(11, 10, identity=identity(3))], [])
+
+    assert first == [duplicate, accepted, duplicate, accepted]
+    assert again == [duplicate] * 4
+    assert another == [duplicate] * 4 + [accepted]
+
+
 async def test_session_of_seen_items_alone_can_be_absorbed(world: World):
     store = world.open()
 
@@ -1031,6 +1046,58 @@ async def test_event_that_is_delivered_again_after_the_merge_is_a_duplicate(worl
     await store.close_session("s-1", (await store.load(SESSION, VERSION)).record)
 
     assert await store.append(SESSION, [named(10, 1), named(11, 2)]) == [duplicate, accepted]
+
+
+async def test_claimed_session_is_one_users_until_it_is_closed(world: World):
+    store = world.open()
+    await store.append(SESSION, [event(10, 1)])
+
+    first = await store.claim_session("s-1", "ann")
+    other = await store.claim_session("s-1", "bob")
+    await store.append(SESSION, [event(11, 2)])
+    again = await store.claim_session("s-1", "ann")
+    still = await store.claim_session("s-1", "bob")
+    assert await store.close_session("s-1", again.record)
+    await store.append(SESSION, [event(12, 3)])
+    next_one = await store.claim_session("s-1", "bob")
+
+    assert [claim.is_granted for claim in (first, other, again, still, next_one)] == [True, False, True, False, True]
+    assert (other.record, still.record) == (None, None)
+    seen = [history(Loaded(claim.record, None)).seen for claim in (first, again, next_one)]
+    assert seen == [[10], [10, 11], [12]]
+
+
+async def test_session_that_is_not_there_is_nobodys_to_claim(world: World):
+    store = world.open()
+
+    assert await store.claim_session("s-1", "ann") == Claim(is_granted=True, record=None)
+    await store.append(SESSION, [event(10, 1)])
+
+    assert (await store.claim_session("s-1", "bob")).is_granted
+
+
+async def test_claim_of_a_session_lives_as_long_as_the_session_and_no_longer(server: World):
+    store = server.open()
+    await store.append(SESSION, [event(10, 1)])
+    await store.claim_session("s-1", "ann")
+    keys = SubjectKeys.of(SESSION)
+    with server.client() as client:
+        client.expire(keys.tombstone, 5)
+        await store.append(SESSION, [event(11, 2)])
+        lives = [client.ttl(keys.tombstone), client.ttl(keys.record)]
+        client.delete(keys.record, keys.seen)  # as if it had expired
+    await store.append(SESSION, [event(12, 3)])
+
+    assert lives == [LIMITS.session_ttl_s] * 2
+    assert (await store.claim_session("s-1", "bob")).is_granted
+
+
+async def test_slate_made_after_a_claim_is_kept_while_the_session_is(world: World):
+    store = world.open()
+    await store.append(SESSION, [event(10, 1)])
+    await store.claim_session("s-1", "ann")
+
+    assert await store.save_slate(slate_id("1", SESSION), SESSION, NOW_MS, b"asked", b"page")
 
 
 async def test_slate_made_before_a_merge_is_not_kept_after_it(world: World):
@@ -1406,6 +1473,27 @@ async def test_closing_a_session_interrupted_half_way_is_completed_by_its_repeti
     assert await store.load_slate(slate_id("1", SESSION)) is None
 
 
+@pytest.mark.parametrize("subject", [ANN, SESSION], ids=["an erasure", "a merge"])
+async def test_slate_made_while_its_subject_was_on_the_way_out_is_not_kept_after_it(
+    server: World, monkeypatch: pytest.MonkeyPatch, subject: Subject
+):
+    store = server.open()
+    await store.append(subject, [event(10, 1)])
+    read = (await store.load(subject, VERSION)).record
+    made_ms = NOW_MS + 1  # after the erasure or the merge took its time, before its script ran
+    run = store._run  # type: ignore[attr-defined]
+
+    async def slow(*arguments: Any) -> Any:
+        server.clock.advance(s=0.002)
+        return await run(*arguments)
+
+    monkeypatch.setattr(store, "_run", slow)
+    await (store.erase("ann") if subject.kind == "user" else store.close_session("s-1", read))
+
+    assert not await store.save_slate(slate_id("1", subject), subject, made_ms, b"asked", b"page")
+    assert await store.slates(subject) == []
+
+
 async def test_slate_that_expired_is_listed_no_more(server: World):
     store = server.open()
     for name in ("1", "2"):
@@ -1661,6 +1749,14 @@ class SideBySide(RuleBasedStateMachine):
     )
     def absorb(self, user: str, drawn: Sequence[tuple[int, int]], seen: list[int]) -> None:
         self.both("absorb", user, "a-session", [named(number, self.clock() + at) for number, at in drawn], seen)
+
+    @rule(user=st.sampled_from([subject.id for subject in SUBJECTS]))
+    def claim_session(self, user: str) -> None:
+        in_memory, in_server = (
+            self.runner.run(store.claim_session("ann", user)) for store in (self.memory, self.server)
+        )
+        assert in_memory.is_granted == in_server.is_granted
+        assert plain(Loaded(in_memory.record, None)) == plain(Loaded(in_server.record, None))
 
     @rule(is_stale=st.booleans())
     def close_session(self, is_stale: bool) -> None:
