@@ -72,7 +72,10 @@ async def get_batches(request: Request) -> Batches:
 
 
 def _check_path_id(sent: str) -> str:
-    return check_id(unquote_to_bytes(sent).decode("utf-8"))
+    try:
+        return check_id(unquote_to_bytes(sent).decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError("must be UTF-8, percent-encoded") from None
 
 
 ServiceDep = Annotated[Model, Depends(get_service)]

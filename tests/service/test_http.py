@@ -409,12 +409,21 @@ def test_a_user_id_of_any_characters_works_in_the_path(server: Server, user_id: 
     assert server.recommend(user_id=user_id)["num_events"] == 0
 
 
-@pytest.mark.parametrize("segment", ["%FF", "%00", "a%0Ab", "x" * 257])
-def test_a_path_that_is_no_id_is_refused(server: Server, segment: str) -> None:
+@pytest.mark.parametrize(
+    ("segment", "accepted"),
+    [
+        ("%FF", "must be UTF-8, percent-encoded"),
+        ("%ED%A0%80", "must be UTF-8, percent-encoded"),
+        ("%00", "must not hold control characters"),
+        ("a%0Ab", "must not hold control characters"),
+        ("x" * 257, "must have 1 to 256 bytes of UTF-8; it has 257"),
+    ],
+)
+def test_a_path_that_is_no_id_is_refused_with_what_is_accepted(server: Server, segment: str, accepted: str) -> None:
     response = server.client.get(f"/v1/users/{segment}")
 
     assert_problem(response, 422)
-    assert response.json()["errors"][0]["field"] == "user_id"
+    assert response.json()["errors"] == [{"field": "user_id", "message": accepted}]
 
 
 # ---- errors ----------------------------------------------------------------------------------------------
