@@ -223,12 +223,11 @@ def of_fields(endpoint: Endpoint) -> Iterator[BadInput]:
         for kind, (text, says) in NO_JSON.items():
             yield _posted(endpoint, kind, endpoint.with_json(path, text), 400, says=says, field_path=path)
     holder = endpoint.body["requests"][0] if "requests" in endpoint.body else endpoint.body
-    for name in holder.keys() & TOO_MANY.keys():
-        kind, text = TOO_MANY[name]
-        path = name if holder is endpoint.body else f"requests.0.{name}"
-        yield _of_field(endpoint, kind, path, text)
-    if "requests" in endpoint.body:
-        yield _of_field(endpoint, TOO_MANY["requests"][0], "requests", TOO_MANY["requests"][1])
+    for name, (kind, text) in TOO_MANY.items():
+        if name in endpoint.body:
+            yield _of_field(endpoint, kind, name, text)
+        elif name in holder:
+            yield _of_field(endpoint, kind, f"requests.0.{name}", text)
 
 
 def _of_field(endpoint: Endpoint, kind: str, path: str, text: bytes) -> BadInput:
