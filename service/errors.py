@@ -3,6 +3,7 @@
     ServiceError                 base: status, type, title; raised deep, written once, here
     ├── InvalidRequest    422    the caller: a field's value; names the fields
     ├── MalformedRequest  400    the caller: no HTTP
+    ├── HeadTooLarge      431    the caller: its path and headers together
     ├── Unauthorized      401    the caller: no API key, or one that is not known
     ├── RateLimited       429    the caller: its own quota
     ├── BodyTooLarge      413    the caller
@@ -162,6 +163,15 @@ class MalformedRequest(ServiceError):
     type = "bad-request"
     title = "Bad Request"
     action = "Send HTTP/1.1 with a method that it knows."
+
+
+class HeadTooLarge(ServiceError):
+    """The request line and the headers exceed `listeners.MAX_HEAD_BYTES`."""
+
+    status = 431
+    type = "head-too-large"
+    title = "The path and the headers are too large"
+    action = "Send fewer or shorter headers, and ids of at most 256 bytes."
 
 
 class Unauthorized(ServiceError):

@@ -40,7 +40,7 @@ def _no_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-Parameters = Annotated[dict[str, Any], AfterValidator(_no_parameters), Field(max_length=16)]
+Parameters = Annotated[dict[str, Any], AfterValidator(_no_parameters), Field(json_schema_extra={"maxProperties": 0})]
 
 
 class _Object(BaseModel):
@@ -290,7 +290,7 @@ def _check_shape(
             raise InvalidRequest.of(field, f"{expected.name} has the shape {wanted}, with {dimension} = {bound}")
         least, most = bounds.get(str(dimension), (bound, bound))
         if not least <= size <= most:
-            raise InvalidRequest.of(field, f"{dimension} of {expected.name} is {size}; accepted: {least} to {most}")
+            raise InvalidRequest.of(field, f"accepted as {dimension} of {expected.name}: {least} to {most}")
 
 
 def _flattened(data: list[Any], shape: Sequence[int], field: str) -> list[Any]:

@@ -8,17 +8,21 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.app import create_admin_app, create_app, create_ops_app
-from service.errors import MalformedRequest, StartError, problem_response
+from service.errors import HeadTooLarge, MalformedRequest, ServiceError, StartError, problem_response
 from service.lifecycle import Life
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 2**16
+"""Of a request line and its headers, as they are handed on."""
 
 
 async def serve(settings: Settings) -> None:
@@ -104,12 +108,47 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, whose own refusal of what is no HTTP is a problem too."""
+    """uvicorn's HTTP protocol with a bound on the head of a request, which it has not; its own refusals are problems
+    too."""
+
+    _in_head = False
+    _waiting_bytes = 0
+    """Of a head that is not complete; without those of its first chunk, which may hold the end of another request."""
+    _head_too_large = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse a chunk; a head that grows without end is refused before it is complete."""
+        in_head, request = self._in_head, self.scope
+        super().data_received(data)
+        if in_head and self._in_head and request is self.scope and not self.transport.is_closing():
+            self._waiting_bytes += len(data)
+            if self._waiting_bytes > MAX_HEAD_BYTES:
+                self._head_too_large = True
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_head, self._waiting_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        """Hand the request on; an error here makes `data_received` send a refusal."""
+        self._in_head = False
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            raise ValueError("not HTTP/1")
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._head_too_large = True
+            raise ValueError("the head is too large")
+        super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close; no application has seen this request."""
-        response = problem_response(MalformedRequest(msg))
-        head = [b"HTTP/1.1 400 Bad Request", *(name + b": " + value for name, value in response.raw_headers)]
+        error: ServiceError = MalformedRequest(msg)
+        if self._head_too_large:
+            error = HeadTooLarge(f"the request line and the headers exceed {MAX_HEAD_BYTES} bytes")
+        response = problem_response(error)
+        status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode("ascii")
+        head = [status, *(name + b": " + value for name, value in response.raw_headers)]
         self.transport.write(b"\r\n".join([*head, b"connection: close", b"", bytes(response.body)]))
         self.transport.close()
 

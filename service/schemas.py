@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema
 
 from service.errors import Problem
 from service.states.interface import Subject
-from service.values import check_id, check_timestamp, check_weight
+from service.values import MAX_ID_BYTES, MAX_WEIGHT, check_id, check_timestamp, check_weight, whole_number
 
 MAX_RESULTS = 500
 MAX_HISTORY = 4096
@@ -29,16 +29,24 @@ MAX_REQUESTS = 100
 MAX_CANDIDATES = 500
 
 _TIMESTAMP = "Unix seconds, or RFC 3339 with an offset; not before 1970, at most a day ahead of now"
-_ID = {"minLength": 1, "description": "1–256 bytes of UTF-8 without control characters"}
+ID_SCHEMA: dict[str, Any] = {
+    "minLength": 1,
+    "maxLength": MAX_ID_BYTES,
+    "pattern": "^[^\\x00-\\x1f\\x7f-\\x9f]+$",
+    "description": "1–256 bytes of UTF-8 without control characters",
+}
+"""As far as JSON Schema can say it: it counts characters, not bytes."""
 
-Id = Annotated[str, AfterValidator(check_id), Field(json_schema_extra=_ID)]
+Id = Annotated[str, AfterValidator(check_id), Field(json_schema_extra=ID_SCHEMA)]
 """1–256 bytes of UTF-8 without control characters."""
-_TIMESTAMP_SCHEMA = WithJsonSchema(
-    {"anyOf": [{"type": "number"}, {"type": "string", "format": "date-time"}], "description": _TIMESTAMP}
-)
+_TIMESTAMP_TYPES: list[dict[str, Any]] = [{"type": "number", "minimum": 0}, {"type": "string", "format": "date-time"}]
+_TIMESTAMP_SCHEMA = WithJsonSchema({"anyOf": _TIMESTAMP_TYPES, "description": _TIMESTAMP})
 Timestamp = Annotated[int, BeforeValidator(check_timestamp), _TIMESTAMP_SCHEMA]
 """Becomes milliseconds since 1970."""
-Weight = Annotated[float, AfterValidator(check_weight)]
+_WEIGHT_SCHEMA: dict[str, Any] = {"minimum": 0, "maximum": int(MAX_WEIGHT)}
+Weight = Annotated[float, AfterValidator(check_weight), Field(json_schema_extra=_WEIGHT_SCHEMA)]
+NumResults = Annotated[int, Field(ge=1, le=MAX_RESULTS), BeforeValidator(whole_number)]
+"""How many items."""
 
 
 class _Request(BaseModel):
@@ -87,6 +95,31 @@ History = Annotated[
 Ids = Annotated[tuple[Id, ...], Field(strict=False, max_length=MAX_FILTER_IDS)]
 
 
+_NULL: dict[str, Any] = {"type": "null"}
+# What `SubjectRequest` checks, in the document: exactly one of the three is there and is not null.
+_ONE_SUBJECT: dict[str, Any] = {
+    "oneOf": [
+        {
+            "required": ["user_id"],
+            "properties": {"user_id": {"type": "string"}, "session_id": _NULL, "history": _NULL},
+        },
+        {
+            "required": ["session_id"],
+            "properties": {"user_id": _NULL, "session_id": {"type": "string"}, "history": _NULL},
+        },
+        {
+            "required": ["history"],
+            "properties": {
+                "user_id": _NULL,
+                "session_id": _NULL,
+                "history": {"type": "array"},
+                "fallback_history": _NULL,
+            },
+        },
+    ]
+}
+
+
 class SubjectRequest(_Request):
     """For whom: a stored user or session, or a history told in the request."""
 
@@ -120,15 +153,16 @@ class RecommendationRequest(SubjectRequest):
 
     model_config = ConfigDict(
         json_schema_extra={
+            **_ONE_SUBJECT,
             "examples": [
                 {"user_id": "u-1024", "num_results": 10},
                 {"history": [{"item_id": "50"}, {"item_id": "181"}], "num_results": 5, "exclude_seen": True},
                 {"user_id": "u-1024", "fallback_history": [{"item_id": "50"}], "exclude_item_ids": ["172"]},
-            ]
+            ],
         }
     )
 
-    num_results: int = Field(25, ge=1, le=MAX_RESULTS)
+    num_results: NumResults = 25
     exclude_seen: bool = Field(True, description="keep items that the subject has had out of the list")
     exclude_item_ids: Ids = ()
     allow_item_ids: Ids | None = Field(None, description="only these may be in the list; probabilities do not change")
@@ -140,7 +174,7 @@ class NextPageRequest(_Request):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"num_results": 10}]})
 
-    num_results: int = Field(25, ge=1, le=MAX_RESULTS)
+    num_results: NumResults = 25
 
 
 class RankingRequest(SubjectRequest):
@@ -148,10 +182,11 @@ class RankingRequest(SubjectRequest):
 
     model_config = ConfigDict(
         json_schema_extra={
+            **_ONE_SUBJECT,
             "examples": [
                 {"user_id": "u-1024", "candidate_item_ids": ["172", "50", "not-in-the-catalogue"]},
                 {"history": [{"item_id": "50"}], "candidate_item_ids": ["172", "181"]},
-            ]
+            ],
         }
     )
 
@@ -408,17 +443,32 @@ class SimilarItemsResponse(_Answer):
     ab_group: AbGroup
 
 
+# As the document shows them; an event's values are checked later, each event by itself.
+_EventId = Annotated[str, Field(json_schema_extra=ID_SCHEMA)]
+_EventTimestamp = Annotated[Any, WithJsonSchema({"anyOf": [*_TIMESTAMP_TYPES, _NULL]})]
+_EventWeight = Annotated[float, Field(json_schema_extra=_WEIGHT_SCHEMA)]
+
+
 class EventIn(_Request):
     """One event to store. Values are checked event by event: a wrong one does not hold up the others."""
 
-    event_id: str | None = Field(None, description="makes the event idempotent for 24 h")
-    user_id: str | None = None
-    session_id: str | None = None
-    item_id: str
-    timestamp: Annotated[Any, _TIMESTAMP_SCHEMA] = Field(None, description=_TIMESTAMP + "; left out: now")
-    type: str | None = None
-    weight: float = Field(1.0, description="0 to 1,000,000; 0 only marks the item as seen")
-    recommendation_id: str | None = Field(None, description="of the list that the event followed; for retraining")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["user_id"], "properties": {"user_id": {"type": "string"}, "session_id": _NULL}},
+                {"required": ["session_id"], "properties": {"user_id": _NULL, "session_id": {"type": "string"}}},
+            ]
+        }
+    )
+
+    event_id: _EventId | None = Field(None, description="makes the event idempotent for 24 h")
+    user_id: _EventId | None = None
+    session_id: _EventId | None = None
+    item_id: _EventId
+    timestamp: _EventTimestamp = Field(None, description=_TIMESTAMP + "; left out: now")
+    type: _EventId | None = None
+    weight: _EventWeight = Field(1.0, description="0 to 1,000,000; 0 only marks the item as seen")
+    recommendation_id: _EventId | None = Field(None, description="of the list that the event followed; for retraining")
 
 
 class EventsRequest(_Request):
@@ -585,7 +635,14 @@ class ActiveModelsRequest(_Request):
             "examples": [
                 {"default": "previous"},
                 {"default": "current", "canary": "a1b2c3d4e5f60718", "percent": 5},
-            ]
+            ],
+            "oneOf": [
+                {
+                    "required": ["canary", "percent"],
+                    "properties": {"canary": {"type": "string"}, "percent": {"type": "number"}},
+                },
+                {"properties": {"canary": _NULL, "percent": _NULL}},
+            ],
         }
     )
 

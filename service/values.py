@@ -22,6 +22,11 @@ _RFC_3339 = re.compile(r"\d{4}-\d{2}-\d{2}[Tt ]\d{2}:\d{2}:\d{2}(\.\d{1,9})?([Zz
 _TIMESTAMP_FORM = "must be Unix seconds, or RFC 3339 with an offset, such as 2026-11-29T14:05:00Z"
 
 
+def whole_number(value: Any) -> Any:
+    """An integer for a number such as 10.0, which JSON does not tell from 10; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def check_id(value: str) -> str:
     """An id: 1–256 bytes of UTF-8 without control characters."""
     try:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Header, Response
 from service.errors import PreconditionRequired, problem_responses
 from service.models import Active, Model, Models, RegistryView
 from service.routes.dependencies import ContextDep, JsonRoute, ModelsDep
+from service.routes.links import DEFAULT, DEFAULT_OF_ALL, ETAG, GET_ACTIVE, PUT_ACTIVE, linked
 from service.schemas import (
     ActiveModels,
     ActiveModelsRequest,
@@ -21,7 +22,9 @@ router = APIRouter(route_class=JsonRoute, tags=["models"])
 
 
 @router.get(
-    "/v1/models", summary="What is loaded, and what could be", responses=problem_responses(401, 422, 500, 503, 504)
+    "/v1/models",
+    summary="What is loaded, and what could be",
+    responses=problem_responses(401, 422, 500, 503, 504) | linked(put_active=(PUT_ACTIVE, ETAG, DEFAULT_OF_ALL)),
 )
 async def list_models(models: ModelsDep, response: Response) -> ModelsResponse:
     """The ETag is that of `active`: equal on all replicas that serve the same models in the same way."""
@@ -30,7 +33,11 @@ async def list_models(models: ModelsDep, response: Response) -> ModelsResponse:
     return _described(models, view)
 
 
-@router.get("/v1/models/active", summary="Who answers", responses=problem_responses(401, 422, 500, 503, 504))
+@router.get(
+    "/v1/models/active",
+    summary="Who answers",
+    responses=problem_responses(401, 422, 500, 503, 504) | linked(put_active=(PUT_ACTIVE, ETAG, DEFAULT)),
+)
 async def get_active(models: ModelsDep, response: Response) -> ActiveModels:
     """As `active` of `GET /v1/models`, with the same ETag."""
     _tag(response, models)
@@ -40,7 +47,8 @@ async def get_active(models: ModelsDep, response: Response) -> ActiveModels:
 @router.put(
     "/v1/models/active",
     summary="Load, canary, roll back",
-    responses=problem_responses(400, 401, 408, 409, 412, 413, 415, 422, 428, 500, 503, 504),
+    responses=problem_responses(400, 401, 408, 409, 412, 413, 415, 422, 428, 500, 503, 504)
+    | linked(get_active=(GET_ACTIVE, {}), put_active=(PUT_ACTIVE, ETAG, DEFAULT)),
 )
 async def put_active(
     asked: ActiveModelsRequest,

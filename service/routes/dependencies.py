@@ -13,8 +13,11 @@ from service.context import RequestContext
 from service.ingest import checked_field
 from service.lifecycle import Life
 from service.models import Model, Models
+from service.schemas import ID_SCHEMA
 from service.slates import RECOMMENDATION_ID, Slates, check_recommendation_id
 from service.values import check_id
+
+PathId = Annotated[str, Path(json_schema_extra={**ID_SCHEMA, "description": "percent-encoded; 1–256 bytes of UTF-8"})]
 
 
 # Coroutines, though nothing waits: FastAPI sends plain functions to a thread, which costs more than the request.
@@ -41,12 +44,12 @@ async def get_context(request: Request) -> RequestContext:
     return context
 
 
-async def get_user_id(user_id: Annotated[str, Path(description="percent-encoded")]) -> str:
+async def get_user_id(user_id: PathId) -> str:
     """The id of the path. Paths are matched as they were sent, so that an id may hold an encoded slash."""
     return checked_field("user_id", _check_path_id, user_id)
 
 
-async def get_item_id(item_id: Annotated[str, Path(description="percent-encoded")]) -> str:
+async def get_item_id(item_id: PathId) -> str:
     """Likewise of an item."""
     return checked_field("item_id", _check_path_id, item_id)
 
@@ -69,7 +72,10 @@ async def get_batches(request: Request) -> Batches:
 
 
 def _check_path_id(sent: str) -> str:
-    return check_id(unquote_to_bytes(sent).decode("utf-8"))
+    try:
+        return check_id(unquote_to_bytes(sent).decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError("must be UTF-8, percent-encoded") from None
 
 
 ServiceDep = Annotated[Model, Depends(get_service)]

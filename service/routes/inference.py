@@ -6,6 +6,7 @@ from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Depends, Path
 
+from model.bundle import ENCODER, RANKER, STEP
 from service import inference
 from service.context import RequestContext
 from service.errors import ModelNotFound, problem_responses
@@ -21,6 +22,7 @@ from service.inference import (
 )
 from service.models import Model, Models
 from service.routes.dependencies import ContextDep, JsonRoute, LifeDep, ModelsDep
+from service.routes.links import FIRST_VERSION, VERSION, VERSION_INFER, VERSION_READY, linked
 
 router = APIRouter(route_class=JsonRoute, tags=["open inference protocol"])
 
@@ -28,7 +30,13 @@ _SERVER = problem_responses(422, 500, 503, 504)
 _GET = problem_responses(404, 422, 500, 503, 504)
 _POST = problem_responses(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
-GraphName = Annotated[str, Path(description="`encoder`, `step` (of a causal backbone) or `ranker`")]
+GraphName = Annotated[
+    str,
+    Path(
+        description="`encoder`, `step` (of a causal backbone) or `ranker`",
+        json_schema_extra={"enum": [ENCODER, STEP, RANKER], "examples": [ENCODER]},
+    ),
+]
 VersionName = Annotated[str, Path(description="of the default model, or of the canary")]
 
 
@@ -74,7 +82,14 @@ async def server_ready(life: LifeDep) -> ServerReady:
     return ServerReady(live=True, ready=True)
 
 
-@router.get("/v2/models/{name}", summary="Model metadata", responses=_GET)
+@router.get(
+    "/v2/models/{name}",
+    summary="Model metadata",
+    responses=_GET
+    | linked(
+        version=(VERSION, FIRST_VERSION), ready=(VERSION_READY, FIRST_VERSION), infer=(VERSION_INFER, FIRST_VERSION)
+    ),
+)
 async def model_metadata(graph: GraphDep, models: ModelsDep) -> ModelMetadata:
     """Of the default model's graph."""
     return _metadata(graph, models)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query
 
 from service.errors import problem_responses
 from service.routes.dependencies import ContextDep, ItemIdDep, JsonRoute, ModelsDep
+from service.routes.links import FIRST_ITEM, SIMILAR, linked
 from service.schemas import MAX_RESULTS, SimilarItemsResponse
 
 router = APIRouter(route_class=JsonRoute, tags=["items"])
@@ -14,7 +15,7 @@ router = APIRouter(route_class=JsonRoute, tags=["items"])
 @router.get(
     "/v1/items/{item_id}/similar",
     summary="The items most like one",
-    responses=problem_responses(404, 422, 500, 503, 504),
+    responses=problem_responses(404, 422, 500, 503, 504) | linked(similar=(SIMILAR, FIRST_ITEM)),
 )
 async def similar_items(
     item_id: ItemIdDep,

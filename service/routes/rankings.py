@@ -4,6 +4,7 @@ from fastapi import APIRouter
 
 from service.errors import problem_responses
 from service.routes.dependencies import ContextDep, JsonRoute, ModelsDep
+from service.routes.links import FIRST_ITEM, SIMILAR, linked
 from service.schemas import RankingRequest, RankingResponse
 
 router = APIRouter(route_class=JsonRoute, tags=["rankings"])
@@ -12,7 +13,7 @@ router = APIRouter(route_class=JsonRoute, tags=["rankings"])
 @router.post(
     "/v1/rankings",
     summary="Given items, ranked",
-    responses=problem_responses(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=problem_responses(400, 408, 413, 415, 422, 500, 503, 504) | linked(similar=(SIMILAR, FIRST_ITEM)),
 )
 async def rank(asked: RankingRequest, models: ModelsDep, context: ContextDep) -> RankingResponse:
     """Every candidate comes back once, ordered by the predictive logit, whether the subject has had it or not; an id

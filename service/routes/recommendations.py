@@ -4,6 +4,7 @@ from fastapi import APIRouter
 
 from service.errors import problem_responses
 from service.routes.dependencies import BatchesDep, ContextDep, JsonRoute, ModelsDep, RecommendationIdDep, SlatesDep
+from service.routes.links import FIRST_ITEM, NEXT_PAGE, RECOMMENDATION, SIMILAR, linked
 from service.schemas import (
     BatchRequest,
     BatchResponse,
@@ -18,7 +19,8 @@ router = APIRouter(route_class=JsonRoute, tags=["recommendations"])
 @router.post(
     "/v1/recommendations",
     summary="A ranked list with a calibrated confidence for each item",
-    responses=problem_responses(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=problem_responses(400, 408, 413, 415, 422, 500, 503, 504)
+    | linked(next_page=(NEXT_PAGE, RECOMMENDATION), similar=(SIMILAR, FIRST_ITEM)),
 )
 async def recommend(asked: RecommendationRequest, models: ModelsDep, context: ContextDep) -> RecommendationResponse:
     """For a stored user or session, or for a history told in the request. A subject that nobody has seen gets
@@ -50,7 +52,8 @@ async def recommend_batch(
 @router.post(
     "/v1/recommendations/{recommendation_id}/next",
     summary="The next page of a list",
-    responses=problem_responses(400, 404, 408, 413, 415, 422, 500, 503, 504),
+    responses=problem_responses(400, 404, 408, 413, 415, 422, 500, 503, 504)
+    | linked(next_page=(NEXT_PAGE, RECOMMENDATION)),
 )
 async def next_page(
     recommendation_id: RecommendationIdDep,

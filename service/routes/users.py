@@ -4,6 +4,7 @@ from fastapi import APIRouter
 
 from service.errors import problem_responses
 from service.routes.dependencies import ContextDep, JsonRoute, ServiceDep, UserIdDep
+from service.routes.links import ERASE, EXPORT, MERGE, USER, linked
 from service.schemas import ErasureResponse, MergeRequest, MergeResponse, UserResponse
 
 router = APIRouter(route_class=JsonRoute, tags=["users"])
@@ -12,7 +13,7 @@ router = APIRouter(route_class=JsonRoute, tags=["users"])
 @router.get(
     "/v1/users/{user_id}",
     summary="Everything that is held of a user",
-    responses=problem_responses(404, 422, 500, 503),
+    responses=problem_responses(404, 422, 500, 503, 504) | linked(erase=(ERASE, USER), merge=(MERGE, USER)),
 )
 async def export_user(user_id: UserIdDep, service: ServiceDep, context: ContextDep) -> UserResponse:
     """The kept events, oldest first, every item ever seen, and the lists that are kept for their further pages.
@@ -23,7 +24,7 @@ async def export_user(user_id: UserIdDep, service: ServiceDep, context: ContextD
 @router.delete(
     "/v1/users/{user_id}",
     summary="Erase a user",
-    responses=problem_responses(422, 500, 503),
+    responses=problem_responses(422, 500, 503, 504) | linked(export=(EXPORT, USER)),
 )
 async def erase_user(user_id: UserIdDep, service: ServiceDep, context: ContextDep) -> ErasureResponse:
     """Removes everything that is held of a user, and tells retraining. Events dated before the erasure are
@@ -34,7 +35,7 @@ async def erase_user(user_id: UserIdDep, service: ServiceDep, context: ContextDe
 @router.post(
     "/v1/users/{user_id}/merge",
     summary="Make a session's events a user's",
-    responses=problem_responses(400, 408, 409, 413, 415, 422, 500, 503, 504),
+    responses=problem_responses(400, 408, 409, 413, 415, 422, 500, 503, 504) | linked(export=(EXPORT, USER)),
 )
 async def merge_session(
     user_id: UserIdDep, asked: MergeRequest, service: ServiceDep, context: ContextDep
