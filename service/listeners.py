@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import fcntl
+import functools
 import ipaddress
 import logging
 import signal
 import socket
+import sys
+import termios
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.app import create_admin_app, create_app, create_ops_app
 from service.errors import MalformedRequest, StartError, problem_response
@@ -19,6 +23,9 @@ from service.lifecycle import Life
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+FIRST_REQUEST_S = 5.0
+"""How long, after the end of accepting, a connection is waited for that has not sent anything yet."""
 
 
 async def serve(settings: Settings) -> None:
@@ -41,12 +48,13 @@ async def serve(settings: Settings) -> None:
             _listening(create_ops_app(life), operations, settings, stop),
             _listening(create_admin_app(life), admin, settings, stop),
             app.router.lifespan_context(app),
-            _listening(app, public, settings, stop),
+            _listening(app, public, settings, stop) as server,
         ):
             addresses = {"public": public, "operations": operations, "admin": admin}
             logger.info("serving", extra={name: _address(listener) for name, listener in addresses.items()})
             await stop.wait()
             life.drain()
+            server.retire_connections()
             logger.info("draining", extra={"grace_s": settings.drain_grace_s})
             await stop.wait_again(settings.drain_grace_s)
     logger.info("stopped")
@@ -95,16 +103,56 @@ class _Stop:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to `_Stop`: one signal is for all listeners."""
+    """A uvicorn server that leaves signals to `_Stop`, one being for all listeners, and ends without resetting a
+    connection that a request is on its way on."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
 
+    def retire_connections(self) -> None:
+        """From now on an answer is the last of its connection, and says so. A proxy that keeps connections open has
+        none left, or few, when the listener closes, and sends nothing on one that is being closed."""
+        close = (b"connection", b"close")
+        if close not in self.config.encoded_headers:
+            self.config.encoded_headers = [*self.config.encoded_headers, close]
+            # uvicorn renews these from the above only once a second.
+            self.server_state.default_headers = [*self.server_state.default_headers, close]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take in who waits in the listener's queue, which closing it would reset; then close it, and finish."""
+        self.retire_connections()
+        waiting = [connection for listener in sockets or () for connection in _waiting(listener)]
+        for server in self.servers:
+            server.close()
+        protocol = functools.partial(_Protocol, self.config, self.server_state, self.lifespan.state)
+        for connection in waiting:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+        await super().shutdown(sockets)
+
+
+def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
+    """Accept all that wait now."""
+    # It is BlockingIOError when nobody waits; whatever else it is, nobody can be taken in.
+    with contextlib.suppress(OSError):
+        while True:
+            yield listener.accept()[0]
+
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, whose own refusal of what is no HTTP is a problem too."""
+    """uvicorn's HTTP protocol; its own refusal of what is no HTTP is a problem too, and a request that was sent before
+    the end is answered though nobody has read it yet."""
+
+    def shutdown(self) -> None:
+        """Close when nothing is under way. A new connection gets a moment to send what it was opened for."""
+        last: RequestResponseCycle | None = self.cycle
+        is_new = last is None
+        is_idle = last is None or last.response_complete
+        if self.transport.is_closing() or not is_idle or not (is_new or _has_unread(self.transport)):
+            super().shutdown()
+        else:
+            self.loop.call_later(FIRST_REQUEST_S, super().shutdown)
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close; no application has seen this request."""
@@ -114,8 +162,14 @@ class _Protocol(HttpToolsProtocol):
         self.transport.close()
 
 
+def _has_unread(transport: asyncio.Transport) -> bool:
+    """Whether bytes have come that the event loop has not taken in yet."""
+    number: bytes = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+    return int.from_bytes(number, sys.byteorder) > 0
+
+
 @asynccontextmanager
-async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, stop: _Stop) -> AsyncIterator[None]:
+async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, stop: _Stop) -> AsyncIterator[_Server]:
     """Answer on the socket; on the way out finish the requests in flight."""
     config = uvicorn.Config(
         app,
@@ -126,6 +180,7 @@ async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, 
         access_log=False,  # it would log paths, which hold user ids
         log_config=None,
         server_header=False,
+        timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=round(settings.shutdown_timeout_s),
     )
     server = _Server(config)
@@ -134,7 +189,7 @@ async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, 
     try:
         while not (server.started or task.done()):
             await asyncio.sleep(0.01)
-        yield
+        yield server
     finally:
         server.should_exit = True
         await task
