@@ -425,8 +425,9 @@ def rows(world: World, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     unanswered = sum(number for answer, number in world.answers.items() if answer.startswith("none"))
     wanted = arguments.requests // 10
     recognised, late = world.observed.recognised, world.answers["504"]
+    requests = sum(world.answers.values()) + broken_off
     return [
-        row("requests", sum(world.answers.values()) + broken_off, str(arguments.requests)),
+        row("requests", requests, str(arguments.requests), requests == arguments.requests),
         row("clients_at_a_time", arguments.clients),
         row("disconnects", dict(world.broken_off)),
         row("answers_by_status", dict(sorted(world.answers.items()))),

@@ -13,6 +13,7 @@ from tests.service.measured import ROOT, assert_all_met, run_quick
 Faults = Callable[[dict[str, Any]], list[str]]
 
 
+@pytest.mark.timeout(300)
 def test_nobody_gets_another_users_data_while_clients_disconnect(tiny: Path) -> None:
     assert_all_met(run_quick("wrong_user.py", tiny))
 
