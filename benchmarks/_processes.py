@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,3 +88,63 @@ def _logged(process: subprocess.Popen[bytes], log: Path, message: str) -> dict[s
                     return record
         time.sleep(0.05)
     raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
+
+
+class Replica:
+    """A service on an address of its own, that is ended and started again. The calls block.
+
+    Args:
+        bundle: a bundle or a registry.
+        log: file for its log; each start begins it anew.
+        number: from 0; the replica listens on 127.0.0.(number + 2). No connection leaves from there, so none takes the
+            port while the replica is away.
+        settings: in capitals, without BFT_.
+    """
+
+    def __init__(self, bundle: Path, log: Path, number: int, **settings: object) -> None:
+        self.host = f"127.0.0.{number + 2}"
+        self.port = free_port(self.host)
+        self._log = log
+        addresses = ["--host", self.host, "--port", str(self.port), "--ops-port", "0", "--admin-port", "0"]
+        self._command = [sys.executable, "-m", "service.cli", "run", "--bundle", str(bundle), *addresses]
+        self._settings = {f"BFT_{name}": str(value) for name, value in settings.items()}
+        self._running = ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the public API."""
+        return f"http://{self.host}:{self.port}"
+
+    def start(self) -> None:
+        """Return when it answers."""
+        self._process = self._running.enter_context(running(self._command, self._log, self._settings))
+        _logged(self._process, self._log, "serving")
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        return self._end(signal.SIGTERM)
+
+    def kill(self) -> int:
+        """`kill -9`; returns the exit code."""
+        return self._end(signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it if it runs."""
+        self._running.close()
+
+    def _end(self, number: signal.Signals) -> int:
+        if self._process is None:
+            raise ProcessLookupError(f"the replica at {self.url} does not run; start it first")
+        self._process.send_signal(number)
+        code = self._process.wait(START_S)
+        self._running.close()
+        return code
+
+
+def free_port(host: str) -> int:
+    """A port of this address that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

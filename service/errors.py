@@ -166,7 +166,7 @@ class MalformedRequest(ServiceError):
 
 
 class HeadTooLarge(ServiceError):
-    """The request line and the headers exceed `listeners.MAX_HEAD_BYTES`."""
+    """The request line and the headers exceed `http1.MAX_HEAD_BYTES`."""
 
     status = 431
     type = "head-too-large"

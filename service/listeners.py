@@ -2,27 +2,24 @@
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from http import HTTPStatus
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.app import create_admin_app, create_app, create_ops_app
-from service.errors import HeadTooLarge, MalformedRequest, ServiceError, StartError, problem_response
+from service.errors import StartError
+from service.http1 import Protocol
 from service.lifecycle import Life
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-MAX_HEAD_BYTES = 2**16
-"""Of a request line and its headers, as they are handed on."""
 
 
 async def serve(settings: Settings) -> None:
@@ -45,12 +42,13 @@ async def serve(settings: Settings) -> None:
             _listening(create_ops_app(life), operations, settings, stop),
             _listening(create_admin_app(life), admin, settings, stop),
             app.router.lifespan_context(app),
-            _listening(app, public, settings, stop),
+            _listening(app, public, settings, stop) as server,
         ):
             addresses = {"public": public, "operations": operations, "admin": admin}
             logger.info("serving", extra={name: _address(listener) for name, listener in addresses.items()})
             await stop.wait()
             life.drain()
+            server.retire_connections()
             logger.info("draining", extra={"grace_s": settings.drain_grace_s})
             await stop.wait_again(settings.drain_grace_s)
     logger.info("stopped")
@@ -99,73 +97,57 @@ class _Stop:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to `_Stop`: one signal is for all listeners."""
+    """A uvicorn server that leaves signals to `_Stop`, one being for all listeners, and ends without resetting a
+    connection that a request is on its way on."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
 
+    def retire_connections(self) -> None:
+        """From now on an answer is the last of its connection, and says so. A proxy that keeps connections open has
+        none left, or few, when the listener closes, and sends nothing on one that is being closed."""
+        close = (b"connection", b"close")
+        if close not in self.config.encoded_headers:
+            self.config.encoded_headers = [*self.config.encoded_headers, close]
+            # uvicorn renews these from the above only once a second.
+            self.server_state.default_headers = [*self.server_state.default_headers, close]
 
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with a bound on the head of a request, which it has not; its own refusals are problems
-    too."""
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take in who waits in the listener's queue, which closing it would reset; then close it, and finish."""
+        self.retire_connections()
+        waiting = [connection for listener in sockets or () for connection in _waiting(listener)]
+        for server in self.servers:
+            server.close()
+        protocol = functools.partial(Protocol, self.config, self.server_state, self.lifespan.state)
+        for connection in waiting:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+        await super().shutdown(sockets)
 
-    _in_head = False
-    _waiting_bytes = 0
-    """Of a head that is not complete; without those of its first chunk, which may hold the end of another request."""
-    _head_too_large = False
 
-    def data_received(self, data: bytes) -> None:
-        """Parse a chunk; a head that grows without end is refused before it is complete."""
-        in_head, request = self._in_head, self.scope
-        super().data_received(data)
-        if in_head and self._in_head and request is self.scope and not self.transport.is_closing():
-            self._waiting_bytes += len(data)
-            if self._waiting_bytes > MAX_HEAD_BYTES:
-                self._head_too_large = True
-                self.send_400_response("")
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        super().on_message_begin()
-        self._in_head, self._waiting_bytes = True, 0
-
-    def on_headers_complete(self) -> None:
-        """Hand the request on; an error here makes `data_received` send a refusal."""
-        self._in_head = False
-        if self.parser.get_http_version() not in ("1.0", "1.1"):
-            raise ValueError("not HTTP/1")
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._head_too_large = True
-            raise ValueError("the head is too large")
-        super().on_headers_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer and close; no application has seen this request."""
-        error: ServiceError = MalformedRequest(msg)
-        if self._head_too_large:
-            error = HeadTooLarge(f"the request line and the headers exceed {MAX_HEAD_BYTES} bytes")
-        response = problem_response(error)
-        status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode("ascii")
-        head = [status, *(name + b": " + value for name, value in response.raw_headers)]
-        self.transport.write(b"\r\n".join([*head, b"connection: close", b"", bytes(response.body)]))
-        self.transport.close()
+def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
+    """Accept all that wait now."""
+    # It is BlockingIOError when nobody waits; whatever else it is, nobody can be taken in.
+    with contextlib.suppress(OSError):
+        while True:
+            yield listener.accept()[0]
 
 
 @asynccontextmanager
-async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, stop: _Stop) -> AsyncIterator[None]:
+async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, stop: _Stop) -> AsyncIterator[_Server]:
     """Answer on the socket; on the way out finish the requests in flight."""
     config = uvicorn.Config(
         app,
         lifespan="off",  # `serve` runs it, once for all listeners
         loop="none",
-        http=_Protocol,
+        http=Protocol,
         ws="none",
         access_log=False,  # it would log paths, which hold user ids
         log_config=None,
         server_header=False,
         proxy_headers=False,  # nothing here asks who the client is
+        timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=round(settings.shutdown_timeout_s),
     )
     server = _Server(config)
@@ -174,7 +156,7 @@ async def _listening(app: FastAPI, listener: socket.socket, settings: Settings, 
     try:
         while not (server.started or task.done()):
             await asyncio.sleep(0.01)
-        yield
+        yield server
     finally:
         server.should_exit = True
         await task

@@ -80,6 +80,9 @@ class Settings(BaseSettings):
     """Deadline of a request that does not bring its own in X-Request-Timeout-Ms."""
     state_timeout_ms: int = Field(50, ge=1, le=10_000)
     """Socket timeout of the state store."""
+    keep_alive_s: int = Field(75, ge=1, le=3600)
+    """How long a connection may lie idle; longer than a proxy in front keeps its own (nginx: 60 s), so that the proxy
+    never sends a request on one that is being closed here."""
     drain_grace_s: float = Field(5.0, ge=0, le=600)
     """Between SIGTERM, when /readyz turns red, and the end of accepting."""
     shutdown_timeout_s: float = Field(30.0, gt=0, le=600)

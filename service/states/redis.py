@@ -169,12 +169,10 @@ class RedisStore:
         """As in `Store`."""
         subject = Subject("session", session_id)
         keys, owner = scripts.SubjectKeys.of(subject), subject_hash(subject)
-        reply = await self._send(
-            self._run(
-                scripts.CLAIM_SESSION,
-                [keys.record, keys.seen, keys.tombstone],
-                [owner, claim_hash(session_id, user_id), self._limits.session_ttl_s],
-            )
+        reply = await self._ask(
+            scripts.CLAIM_SESSION,
+            [keys.record, keys.seen, keys.tombstone],
+            [owner, claim_hash(session_id, user_id), self._limits.session_ttl_s],
         )
         if reply == b"taken":
             return Claim(is_granted=False, record=None)
@@ -261,7 +259,7 @@ class RedisStore:
         if versions := await self._client.execute_command("ZRANGE", scripts.MODELS_KEY, 0, -1):
             states = (keys.state(version.decode()) for version in versions)
             num_removed += await self._client.execute_command("UNLINK", *states)
-        listed: list[bytes] = await self._run(
+        listed: list[bytes] = await self._commands.run(
             scripts.SEAL_SLATES, [keys.recommendations, keys.tombstone], [self._clock(), subject_hash(subject)]
         )
         if ids := [each.decode() for each in listed]:

@@ -169,7 +169,10 @@ def test_sigterm_turns_readiness_red_while_requests_are_still_answered(tiny: Pat
         assert ready.status_code == 503
         assert ready.headers["content-type"] == "application/problem+json"
         assert server.ops.get("/livez").status_code == 200
-        assert server.recommend(user_id="u")["cold_start"] is True
+        answer = server.client.post("/v1/recommendations", json={"user_id": "u"})
+        assert answer.status_code == 200
+        # So that a proxy in front keeps no connection that is about to be closed.
+        assert answer.headers["connection"] == "close"
 
         server.terminate()  # a second one ends the grace period
         assert server.process.wait(PATIENT_S) == 0
