@@ -157,6 +157,8 @@ async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[
 def _open_store(settings: Settings, bundle: Bundle) -> Store:
     limits = StoreLimits(max_len=bundle.manifest.model.max_len)
     if settings.redis_url is None:
+        if settings.state_replicas > 0:
+            raise StartError("BFT_STATE_REPLICAS needs a store with replicas: give BFT_REDIS_URL, or unset it")
         logger.warning("no BFT_REDIS_URL: users live in this process's memory and are lost when it ends")
         return MemoryStore(lineage=bundle.manifest.lineage, limits=limits)
     try:
@@ -166,6 +168,7 @@ def _open_store(settings: Settings, bundle: Bundle) -> Store:
             limits=limits,
             timeout_ms=settings.state_timeout_ms,
             cluster=settings.redis_cluster,
+            replicas=settings.state_replicas,
         )
     except ValueError as error:
         # The message of redis-py names the accepted schemes and not the URL, which may hold a password.

@@ -17,6 +17,8 @@ from redis.backoff import NoBackoff
 
 from model.config import UNKNOWN_BASE
 from service.states import scripts
+from service.states.cluster import PatientCluster
+from service.states.confirming import run_confirmed
 from service.states.interface import (
     AppendStatus,
     CatalogMismatch,
@@ -69,6 +71,8 @@ class RedisStore:
         limits: bounds and life times.
         timeout_ms: for each of: a free connection, connecting, writing, reading.
         cluster: the server is a Redis Cluster; scripts then go to the node that has the slot.
+        replicas: that must have a write before it counts as done, within `timeout_ms`. States, and lists when they
+            are first kept, are not waited for: they can be computed again.
         clock: milliseconds since 1970, for erasures and new epochs; keys expire by the server's clock.
     """
 
@@ -80,11 +84,14 @@ class RedisStore:
         limits: StoreLimits,
         timeout_ms: int = 50,
         cluster: bool = False,
+        replicas: int = 0,
         clock: Clock = wall_clock_ms,
     ) -> None:
         self._lineage = lineage
         self._limits = limits
         self._clock = clock
+        self._timeout_ms = timeout_ms
+        self._replicas = replicas
         self._client = connect(url, timeout_ms / 1000, cluster)
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._registered_ms: dict[str, int] = {}
@@ -149,7 +156,7 @@ class RedisStore:
                 event.recommendation_id or "",
             ]
         outcome, *details = await self._send(
-            self._run(
+            self._write(
                 scripts.APPEND,
                 [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox],
                 arguments,
@@ -170,7 +177,7 @@ class RedisStore:
     async def _close_session(self, subject: Subject, read: UserRecord | None) -> bool:
         keys = scripts.SubjectKeys.of(subject)
         as_read = (-1, -1, -1) if read is None else (read.count, read.epoch, len(read.seen))
-        is_empty: int = await self._run(
+        is_empty: int = await self._write(
             scripts.CLOSE_SESSION,
             [keys.record, keys.seen, keys.tombstone],
             [self._clock(), subject_hash(subject), self._limits.session_ttl_s, *as_read],
@@ -220,7 +227,7 @@ class RedisStore:
     async def append_page(self, recommendation_id: str, num_pages: int, page: bytes) -> bool:
         """As in `Store`."""
         key = scripts.slate_key(recommendation_id)
-        return bool(await self._send(self._run(scripts.APPEND_PAGE, [key], [num_pages, page])))
+        return bool(await self._send(self._write(scripts.APPEND_PAGE, [key], [num_pages, page])))
 
     async def slates(self, subject: Subject) -> list[SlateRef]:
         """As in `Store`."""
@@ -250,7 +257,7 @@ class RedisStore:
             num_removed += await self._client.execute_command("UNLINK", *states)
         if ids := await self._slate_ids(subject):
             slates = map(scripts.slate_key, ids)
-            num_removed += await self._run(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
+            num_removed += await self._write(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
         return num_removed
 
     async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
@@ -278,7 +285,7 @@ class RedisStore:
         keys = scripts.SubjectKeys.of(subject)
         # First the record: without it no state can be saved any more, so those found after it are all.
         num_removed: int
-        num_removed, last_id = await self._run(
+        num_removed, last_id = await self._write(
             scripts.ERASE,
             [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox],
             [self._clock(), subject_hash(subject), self._limits.tombstone_ttl_s, user_id],
@@ -293,7 +300,7 @@ class RedisStore:
         num_removed = 0
         start = b"-"
         while True:
-            removed, reached = await self._run(
+            removed, reached = await self._write(
                 scripts.ERASE_OUTBOX_PAGE, [outbox], [user_id, start, last_id, ERASE_PAGE]
             )
             num_removed += int(removed)
@@ -308,7 +315,7 @@ class RedisStore:
             return {}
         limit = self._limits.unknown_limit
         numbers = await self._send(
-            self._run(scripts.NUMBER_UNKNOWN, [scripts.UNKNOWN_KEY], [UNKNOWN_BASE, limit, *distinct])
+            self._write(scripts.NUMBER_UNKNOWN, [scripts.UNKNOWN_KEY], [UNKNOWN_BASE, limit, *distinct])
         )
         if numbers == b"full":
             raise UnknownItemsFull(limit)
@@ -355,6 +362,12 @@ class RedisStore:
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         await self._client.aclose()
 
+    async def _write(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
+        """Run a script that writes what must not be lost; it may raise NotReplicated."""
+        if self._replicas == 0:
+            return await self._run(script, keys, arguments)
+        return await run_confirmed(self._client, script, keys, arguments, self._replicas, self._timeout_ms)
+
     async def _run(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
         """Run a script by its digest, or by its text on a server that does not have it yet."""
         operands = (len(keys), *keys, *arguments)
@@ -390,11 +403,12 @@ def connect(url: str, timeout_s: float, cluster: bool) -> "redis.asyncio.Redis |
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
-        "max_connections": MAX_CONNECTIONS,
         "protocol": 2,
         "driver_info": None,
     }
     if cluster:
-        return redis.asyncio.RedisCluster.from_url(url, **options)
-    pool = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=timeout_s, **options)
+        return PatientCluster.from_url(url, max_commands=MAX_CONNECTIONS, turn_timeout_s=timeout_s, **options)
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url, timeout=timeout_s, max_connections=MAX_CONNECTIONS, **options
+    )
     return redis.asyncio.Redis.from_pool(pool)
