@@ -116,9 +116,20 @@ class Cluster:
                 return False
         return True
 
+    @staticmethod
+    def slot_of(key: str) -> int:
+        """Of 16,384."""
+        slot: int = key_slot(key.encode())
+        return slot
+
+    def slots_of(self, port: int) -> set[int]:
+        """Those that a node serves."""
+        slots = next(node.slots for node in self._nodes_seen() if node.port == port)
+        return {slot for each in slots for slot in each}
+
     def primary_of(self, key: str) -> int:
         """The port of the node that has a key's slot."""
-        slot = key_slot(key.encode())
+        slot = self.slot_of(key)
         return next(node.port for node in self._nodes_seen() if any(slot in slots for slots in node.slots))
 
     def replica_of(self, port: int) -> int:

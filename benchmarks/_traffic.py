@@ -296,7 +296,8 @@ def outbox_of(ports: Iterable[int]) -> Counter[str]:
     for port in ports:
         with redis.Redis(port=port) as client:
             for key in client.scan_iter("bft:1:*:ev"):
-                found.update(fields[b"event_id"].decode() for _, fields in client.xrange(key))
+                entries = [fields for _, fields in client.xrange(key)]
+                found.update(fields[b"event_id"].decode() for fields in entries if fields[b"kind"] == b"event")
     return found
 
 
