@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import redis
@@ -177,10 +178,16 @@ class Traffic:
         except aiohttp.ClientError as error:
             return type(error).__name__, {}, {}
 
-    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
-        """Status and body."""
-        async with self.session.get(self.url + path, headers=self.headers) as response:
-            return response.status, await response.json(content_type=None)
+    async def events_of(self, user_id: str) -> list[dict[str, Any]]:
+        """A user's events as exported, oldest first."""
+        while True:
+            async with self.session.get(f"{self.url}/v1/users/{quote(user_id)}", headers=self.headers) as response:
+                answer = await response.json(content_type=None)
+                if response.status in (200, 404):
+                    return list(answer.get("events", ()))
+            if response.status != 503:
+                raise RuntimeError(f"GET /v1/users/{user_id} answered {response.status}: {answer}")
+            await asyncio.sleep(float(response.headers["Retry-After"]))
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         """Return when the traffic has brought it about."""
@@ -240,6 +247,11 @@ class Traffic:
         return True
 
 
+def client() -> aiohttp.ClientSession:
+    """Without a limit of connections, and none kept longer than the server keeps it, or a request could meet its end."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2))
+
+
 def history(items: Iterable[int]) -> list[dict[str, str]]:
     """Of a request, oldest first."""
     return [{"item_id": item_id(number)} for number in items]
@@ -274,8 +286,7 @@ async def kept_rows(traffic: Traffic, ports: Iterable[int]) -> list[dict[str, An
         sent.setdefault(event["user_id"], Counter())[event["item_id"]] += 1
     lost = doubled = 0
     for user_id, items in sent.items():
-        status, answer = await traffic.get(f"/v1/users/{user_id}")
-        found = Counter(event["item_id"] for event in answer["events"]) if status == 200 else Counter()
+        found = Counter(event["item_id"] for event in await traffic.events_of(user_id))
         lost += (items - found).total()
         doubled += (found - items).total()
     outbox = outbox_of(ports)

@@ -12,7 +12,7 @@ from typing import Any
 from model.bundle import MANIFEST, Bundle
 from model.registry import resolve
 from service.batches import Batches
-from service.breaker import Breaker, GuardedStore
+from service.breaker import GuardedStore
 from service.context import unhurried
 from service.errors import NotReady, StartError
 from service.models import Model, Models, Shared, load
@@ -91,7 +91,7 @@ class Life:
         settings, metrics = self.settings, self.metrics
         # In a thread: the operations listener answers while a large bundle loads.
         first = await asyncio.to_thread(lambda: load(resolve(settings.bundle), settings, metrics))
-        self._store = store = GuardedStore(_open_store(settings, first.bundle), Breaker(metrics))
+        self._store = store = GuardedStore(_open_store(settings, first.bundle), metrics)
         stack.push_async_callback(store.close)
         self._slates = slates = Slates(store, self.metrics)
         stack.push_async_callback(slates.finish_saves)

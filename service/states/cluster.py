@@ -26,6 +26,11 @@ class PatientCluster(redis.asyncio.RedisCluster):
         self._turns = asyncio.Semaphore(max_commands)
         self._turn_timeout_s = turn_timeout_s
 
+    def primary_of(self, key: str) -> str:
+        """The name of the node that has a key's slot, as far as it is known."""
+        nodes = self.nodes_manager.slots_cache.get(self.keyslot(key))
+        return nodes[0].name if nodes else ""
+
     async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """As in `RedisCluster`."""
         async with self.turn():

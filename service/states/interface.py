@@ -277,6 +277,10 @@ class Store(Protocol):
     """The verbs. Every method may raise StateUnavailable, and those that append, absorb, close, turn pages, erase and
     number may raise NotReplicated; further errors are named per method."""
 
+    def server_of(self, key: str) -> str:
+        """The server that has a key, as far as it is known; empty when there is one alone. Asks nobody."""
+        ...
+
     async def load(self, subject: Subject, model_version: str) -> Loaded:
         """One subject's record and the model's encoded state, in one round trip.
 

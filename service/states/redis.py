@@ -96,6 +96,10 @@ class RedisStore:
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._registered_ms: dict[str, int] = {}
 
+    def server_of(self, key: str) -> str:
+        """As in `Store`."""
+        return self._client.primary_of(key) if isinstance(self._client, PatientCluster) else ""
+
     async def load(self, subject: Subject, model_version: str) -> Loaded:
         """As in `Store`."""
         keys = scripts.SubjectKeys.of(subject)

