@@ -37,7 +37,7 @@ class Read:
     told: bool
     """A `fallback_history` came along."""
     phases: tuple[str, str]
-    """When it was due, and when it was answered."""
+    """In which it was asked, and answered."""
     seconds: float
     """From the time it was due."""
     outcome: str
@@ -85,24 +85,24 @@ class Traffic:
 
     # ---- lists -------------------------------------------------------------------------------------------
 
-    async def read(self, user_id: str, told: bool, due: float, **request: Any) -> Read:
+    async def read(self, user_id: str, told: bool, due: float) -> None:
         """Ask for a list, and keep the answer."""
         asked_in = self.phase
-        body: dict[str, Any] = {"user_id": user_id, "num_results": NUM_RESULTS, **request}
+        body: dict[str, Any] = {"user_id": user_id, "num_results": NUM_RESULTS}
         if told:
             body["fallback_history"] = history(FALLBACK_ITEMS)
         outcome, answer, _ = await self.post("/v1/recommendations", body)
-        found = Read(
-            user_id,
-            told,
-            (asked_in, self.phase),
-            time.perf_counter() - due,
-            outcome,
-            answer.get("degraded", ()),
-            [item["item_id"] for item in answer.get("items", ())],
+        self.reads.append(
+            Read(
+                user_id,
+                told,
+                (asked_in, self.phase),
+                time.perf_counter() - due,
+                outcome,
+                answer.get("degraded", ()),
+                ids_of(answer),
+            )
         )
-        self.reads.append(found)
-        return found
 
     async def keep_reading(self, per_second: float) -> None:
         """Ask by the clock, whatever the answers take: warm and cold users in turn, with and without a fallback."""
@@ -156,13 +156,12 @@ class Traffic:
         if outcome == "200":
             results = list(zip(events, answer["results"], strict=True))
             refused = [event for event, result in results if result["status"] == "rejected"]
-            others = [result for _, result in results if result["status"] == "rejected"]
-            if any(result["problem"]["status"] != 503 for result in others):
-                outcome = f"200 with {others[0]['problem']['type']}"
             for event, result in results:
                 if result["status"] != "rejected":
                     self.acknowledged[event["event_id"]] = event
                     self.acknowledged_in[event["event_id"]] = phases
+                elif result["problem"]["status"] != 503:
+                    outcome = f"200 with {result['problem']['type']}"
         elif outcome == "503" and "Retry-After" not in headers:
             outcome = "503 without Retry-After"
         self.writes.append(Write(phases, outcome, len(events) - len(refused), len(refused)))
@@ -185,9 +184,9 @@ class Traffic:
                 answer = await response.json(content_type=None)
                 if response.status in (200, 404):
                     return list(answer.get("events", ()))
-            if response.status != 503:
+            if response.status not in (503, 504):
                 raise RuntimeError(f"GET /v1/users/{user_id} answered {response.status}: {answer}")
-            await asyncio.sleep(float(response.headers["Retry-After"]))
+            await asyncio.sleep(float(response.headers.get("Retry-After", 1)))
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         """Return when the traffic has brought it about."""
@@ -248,7 +247,7 @@ class Traffic:
 
 
 def client() -> aiohttp.ClientSession:
-    """Without a limit of connections, and none kept longer than the server keeps it, or a request could meet its end."""
+    """Connections without a limit, none kept longer than by the server, or a request could meet the end of one."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2))
 
 
@@ -267,8 +266,8 @@ async def expected_lists(traffic: Traffic) -> dict[bool, Sequence[str]]:
 
 
 def ids_of(answer: dict[str, Any]) -> list[str]:
-    """The items of a list."""
-    return [item["item_id"] for item in answer["items"]]
+    """The items of a list; none of another answer."""
+    return [item["item_id"] for item in answer.get("items", ())]
 
 
 # ---- what is kept ------------------------------------------------------------------------------------------
