@@ -46,6 +46,7 @@ from starlette.exceptions import HTTPException
 
 from service.states.interface import (
     CatalogMismatch,
+    NotReplicated,
     OutboxFull,
     StateError,
     StateUnavailable,
@@ -392,6 +393,12 @@ STATE_PROBLEMS: Mapping[type[StateError], tuple[str, str, str, int]] = {
     StateUnavailable: (
         "state-unavailable",
         "The state store does not answer",
+        "Send the same request again after the time in Retry-After; events with an identity are stored once.",
+        1,
+    ),
+    NotReplicated: (
+        "not-replicated",
+        "Too few replicas of the state store have the write",
         "Send the same request again after the time in Retry-After; events with an identity are stored once.",
         1,
     ),

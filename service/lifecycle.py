@@ -12,7 +12,7 @@ from typing import Any
 from model.bundle import MANIFEST, Bundle
 from model.registry import resolve
 from service.batches import Batches
-from service.breaker import Breaker, GuardedStore
+from service.breaker import GuardedStore
 from service.context import unhurried
 from service.errors import NotReady, StartError
 from service.models import Model, Models, Shared, load
@@ -91,7 +91,7 @@ class Life:
         settings, metrics = self.settings, self.metrics
         # In a thread: the operations listener answers while a large bundle loads.
         first = await asyncio.to_thread(lambda: load(resolve(settings.bundle), settings, metrics))
-        self._store = store = GuardedStore(_open_store(settings, first.bundle), Breaker(metrics))
+        self._store = store = GuardedStore(_open_store(settings, first.bundle), metrics)
         stack.push_async_callback(store.close)
         self._slates = slates = Slates(store, self.metrics)
         stack.push_async_callback(slates.finish_saves)
@@ -157,6 +157,8 @@ async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[
 def _open_store(settings: Settings, bundle: Bundle) -> Store:
     limits = StoreLimits(max_len=bundle.manifest.model.max_len)
     if settings.redis_url is None:
+        if settings.state_replicas > 0:
+            raise StartError("BFT_STATE_REPLICAS needs a store with replicas: give BFT_REDIS_URL, or unset it")
         logger.warning("no BFT_REDIS_URL: users live in this process's memory and are lost when it ends")
         return MemoryStore(lineage=bundle.manifest.lineage, limits=limits)
     try:
@@ -166,6 +168,7 @@ def _open_store(settings: Settings, bundle: Bundle) -> Store:
             limits=limits,
             timeout_ms=settings.state_timeout_ms,
             cluster=settings.redis_cluster,
+            replicas=settings.state_replicas,
         )
     except ValueError as error:
         # The message of redis-py names the accepted schemes and not the URL, which may hold a password.

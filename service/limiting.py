@@ -45,8 +45,8 @@ class _Backend(RedisStoreBackend):
         super().__init__()
         self._client = cast("Any", client)
 
-    # A socket may fail below redis-py's own errors.
-    base_exceptions = (*RedisStoreBackend.base_exceptions, OSError)
+    # A socket may fail below redis-py's own errors; uvloop's is a RuntimeError, see `is_closed_connection`.
+    base_exceptions = (*RedisStoreBackend.base_exceptions, OSError, RuntimeError)
 
 
 class _RedisStore(RedisStore):

@@ -35,6 +35,8 @@ class Settings(BaseSettings):
     """redis://, rediss:// or unix://; without it, state lives in this process and is lost with it."""
     redis_cluster: bool = False
     """The server is a Redis Cluster."""
+    state_replicas: int = Field(0, ge=0, le=16)
+    """Replicas of the store that must have a write before it is acknowledged."""
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     """Of the public API; 0 takes any free one and logs it."""

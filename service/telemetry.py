@@ -184,7 +184,7 @@ class Metrics:
         )
         self.breaker_open = Gauge(
             "bft_state_breaker_open",
-            "1 while the state store is left alone after failures",
+            "Servers of the state store that are left alone after failures",
             registry=self.registry,
         )
         self.outbox_fill = Gauge(

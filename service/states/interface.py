@@ -7,6 +7,7 @@ are stored once, and no value of another subject is ever returned.
 
     StateError              base
     ├── StateUnavailable    the world: time-out, connection, server error. A write may have happened
+    ├── NotReplicated       the world: too few replicas have the write yet. It has happened, and may be lost again
     ├── OutboxFull          the world: retraining does not keep up. Nothing was written
     ├── UnknownItemsFull    the world: too many ids outside the catalogue. Nothing was written
     └── CatalogMismatch     the operator: the record is of another catalogue lineage. Nothing was written
@@ -48,6 +49,16 @@ class StateError(Exception):
 
 class StateUnavailable(StateError):
     """The store did not answer in time, or not with an answer. A write may or may not have happened."""
+
+
+class NotReplicated(StateError):
+    """The write has happened, but fewer replicas than asked for have it; it is lost if one of the others takes over."""
+
+    def __init__(self, found: int, wanted: int) -> None:
+        super().__init__(
+            f"{found} of the {wanted} replicas that must have a write have it: send the request again; "
+            "the operator sees to the replicas, or lowers BFT_STATE_REPLICAS"
+        )
 
 
 class OutboxFull(StateError):
@@ -273,7 +284,12 @@ def check_batch(events: Sequence[Event]) -> None:
 
 
 class Store(Protocol):
-    """The verbs. Every method may raise StateUnavailable; further errors are named per method."""
+    """The verbs. Every method may raise StateUnavailable, and those that append, absorb, close, turn pages, erase and
+    number may raise NotReplicated; further errors are named per method."""
+
+    def server_of(self, key: str) -> str:
+        """The server that has a key, as far as it is known; empty when there is one alone. Asks nobody."""
+        ...
 
     async def load(self, subject: Subject, model_version: str) -> Loaded:
         """One subject's record and the model's encoded state, in one round trip.

@@ -119,6 +119,10 @@ class MemoryStore:
         self._numbers: dict[str, int] = {}
         self._item_ids: dict[int, str] = {}
 
+    def server_of(self, key: str) -> str:
+        """As in `Store`."""
+        return ""
+
     async def load(self, subject: Subject, model_version: str) -> Loaded:
         """As in `Store`; every record here is of this store's lineage."""
         self._forget_expired()

@@ -16,7 +16,9 @@ from redis.backoff import NoBackoff
 
 from model.config import UNKNOWN_BASE
 from service.states import scripts
+from service.states.cluster import PatientCluster
 from service.states.commands import Client, Commands
+from service.states.confirming import run_confirmed
 from service.states.interface import (
     AppendStatus,
     CatalogMismatch,
@@ -71,6 +73,8 @@ class RedisStore:
         limits: bounds and life times.
         timeout_ms: for each of: a free connection, connecting, writing, reading.
         cluster: the server is a Redis Cluster; scripts then go to the node that has the slot.
+        replicas: that must have a write before it counts as done, within `timeout_ms`. States, and lists when they
+            are first kept, are not waited for: they can be computed again.
         clock: milliseconds since 1970, for erasures and new epochs; keys expire by the server's clock.
     """
 
@@ -82,15 +86,22 @@ class RedisStore:
         limits: StoreLimits,
         timeout_ms: int = 50,
         cluster: bool = False,
+        replicas: int = 0,
         clock: Clock = wall_clock_ms,
     ) -> None:
         self._lineage = lineage
         self._limits = limits
         self._clock = clock
+        self._timeout_ms = timeout_ms
+        self._replicas = replicas
         self._client = connect(url, timeout_ms / 1000, cluster)
         self._commands = Commands(self._client)
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._registered_ms: dict[str, int] = {}
+
+    def server_of(self, key: str) -> str:
+        """As in `Store`."""
+        return self._client.primary_of(key) if isinstance(self._client, PatientCluster) else ""
 
     async def load(self, subject: Subject, model_version: str) -> Loaded:
         """As in `Store`."""
@@ -154,7 +165,7 @@ class RedisStore:
                 event.event_id or "",
                 event.recommendation_id or "",
             ]
-        outcome, *details = await self._ask(
+        outcome, *details = await self._write(
             scripts.APPEND, [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox], arguments
         )
         if outcome == b"outbox_full":
@@ -169,7 +180,7 @@ class RedisStore:
         """As in `Store`."""
         subject = Subject("session", session_id)
         keys, owner = scripts.SubjectKeys.of(subject), subject_hash(subject)
-        reply = await self._ask(
+        reply = await self._write(
             scripts.CLAIM_SESSION,
             [keys.record, keys.seen, keys.tombstone],
             [owner, claim_hash(session_id, user_id), self._limits.session_ttl_s],
@@ -186,7 +197,7 @@ class RedisStore:
     async def _close_session(self, subject: Subject, read: UserRecord | None) -> bool:
         keys = scripts.SubjectKeys.of(subject)
         as_read = (-1, -1, -1) if read is None else (read.count, read.epoch, len(read.seen))
-        is_empty: int = await self._commands.run(
+        is_empty: int = await self._write(
             scripts.CLOSE_SESSION,
             [keys.record, keys.seen, keys.tombstone],
             [self._clock(), subject_hash(subject), self._limits.session_ttl_s, *as_read],
@@ -231,7 +242,7 @@ class RedisStore:
     async def append_page(self, recommendation_id: str, num_pages: int, page: bytes) -> bool:
         """As in `Store`."""
         key = scripts.slate_key(recommendation_id)
-        return bool(await self._ask(scripts.APPEND_PAGE, [key], [num_pages, page]))
+        return bool(await self._write(scripts.APPEND_PAGE, [key], [num_pages, page]))
 
     async def slates(self, subject: Subject) -> list[SlateRef]:
         """As in `Store`."""
@@ -259,12 +270,12 @@ class RedisStore:
         if versions := await self._client.execute_command("ZRANGE", scripts.MODELS_KEY, 0, -1):
             states = (keys.state(version.decode()) for version in versions)
             num_removed += await self._client.execute_command("UNLINK", *states)
-        listed: list[bytes] = await self._commands.run(
+        listed: list[bytes] = await self._write(
             scripts.SEAL_SLATES, [keys.recommendations, keys.tombstone], [self._clock(), subject_hash(subject)]
         )
         if ids := [each.decode() for each in listed]:
             slates = map(scripts.slate_key, ids)
-            num_removed += await self._commands.run(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
+            num_removed += await self._write(scripts.FORGET_SLATES, [keys.recommendations, *slates], ids)
         return num_removed
 
     async def save_state(self, subject: Subject, model_version: str, encoded: EncodedState) -> bool:
@@ -290,7 +301,7 @@ class RedisStore:
         keys = scripts.SubjectKeys.of(subject)
         # First the record: without it no state can be saved any more, so those found after it are all.
         num_removed: int
-        num_removed, last_id = await self._commands.run(
+        num_removed, last_id = await self._write(
             scripts.ERASE,
             [keys.record, keys.seen, keys.identities, keys.tombstone, keys.outbox],
             [self._clock(), subject_hash(subject), self._limits.tombstone_ttl_s, user_id],
@@ -305,7 +316,7 @@ class RedisStore:
         num_removed = 0
         start = b"-"
         while True:
-            removed, reached = await self._commands.run(
+            removed, reached = await self._write(
                 scripts.ERASE_OUTBOX_PAGE, [outbox], [user_id, start, last_id, ERASE_PAGE]
             )
             num_removed += int(removed)
@@ -319,7 +330,7 @@ class RedisStore:
         if not distinct:
             return {}
         limit = self._limits.unknown_limit
-        numbers = await self._ask(scripts.NUMBER_UNKNOWN, [scripts.UNKNOWN_KEY], [UNKNOWN_BASE, limit, *distinct])
+        numbers = await self._write(scripts.NUMBER_UNKNOWN, [scripts.UNKNOWN_KEY], [UNKNOWN_BASE, limit, *distinct])
         if numbers == b"full":
             raise UnknownItemsFull(limit)
         return dict(zip(distinct, numbers, strict=True))
@@ -373,6 +384,13 @@ class RedisStore:
         with _failures_as_unavailable():
             return await self._commands.run(script, keys, arguments)
 
+    async def _write(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
+        """The reply of a script that writes what must not be lost. Raises as `_ask`, and NotReplicated."""
+        if self._replicas == 0:
+            return await self._ask(script, keys, arguments)
+        confirmed = run_confirmed(self._client, script, keys, arguments, self._replicas, self._timeout_ms)
+        return await self._to_the_end(confirmed)
+
     async def _to_the_end(self, commands: Coroutine[Any, Any, T]) -> T:
         """Run several commands in a task of their own, to their end even when the caller is cancelled.
 
@@ -398,6 +416,18 @@ def _failures_as_unavailable() -> Iterator[None]:
         yield
     except _FAILURES as error:
         raise StateUnavailable(f"the state store did not answer: {type(error).__name__}") from error
+    except RuntimeError as error:
+        if not is_closed_connection(error):
+            raise
+        raise StateUnavailable("the state store did not answer: its connection was closed") from error
+
+
+def is_closed_connection(error: RuntimeError) -> bool:
+    """Whether uvloop refused to write to a connection that the server, or another task, closed a moment ago.
+
+    asyncio lets such a write pass, and redis-py (8.1) translates what comes of that; this it does not translate.
+    """
+    return "the handler is closed" in str(error)
 
 
 def connect(url: str, timeout_s: float, cluster: bool) -> Client:
@@ -406,11 +436,12 @@ def connect(url: str, timeout_s: float, cluster: bool) -> Client:
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
-        "max_connections": MAX_CONNECTIONS,
         "protocol": 2,
         "driver_info": None,
     }
     if cluster:
-        return redis.asyncio.RedisCluster.from_url(url, **options)
-    pool = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=timeout_s, **options)
+        return PatientCluster.from_url(url, max_commands=MAX_CONNECTIONS, turn_timeout_s=timeout_s, **options)
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url, timeout=timeout_s, max_connections=MAX_CONNECTIONS, **options
+    )
     return redis.asyncio.Redis.from_pool(pool)

@@ -54,6 +54,12 @@ def slate_key(recommendation_id: str) -> str:
     return recommendation_key(bucket_of_slate(recommendation_id), recommendation_id)
 
 
+def mark_key(key: str) -> str:
+    """w: in the slot of this key, what is written behind a script, see service/states/confirming.py."""
+    _, opening, rest = key.partition("{")
+    return f"bft:1:{{{rest.partition('}')[0] if opening else key}}}:w"
+
+
 def check_model_version(model_version: str) -> None:
     """A version has no colon, so that a state's key names one subject and one version.
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from service.breaker import REST_S, TRIP_AFTER, Breaker
+from service.breaker import REST_S, TRIP_AFTER, Breaker, Breakers
 from service.states.interface import OutboxFull, StateUnavailable
+from service.states.scripts import all_outbox_keys
 from service.telemetry import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -136,3 +137,48 @@ async def test_a_refusal_is_an_answer_and_no_failure() -> None:
     assert redis.calls == TRIP_AFTER + 3
     sample = {"operation": "append", "error": "OutboxFull"}
     assert metrics.registry.get_sample_value("bft_state_errors_total", sample) == TRIP_AFTER + 3
+
+
+class Servers:
+    """Two share the keys; a failover changes it."""
+
+    def __init__(self) -> None:
+        self.names = ["one", "two"]
+
+    def __call__(self, key: str) -> str:
+        return self.names[all_outbox_keys().index(key) % 2 if key in all_outbox_keys() else 0]
+
+
+ANNS, BOBS = all_outbox_keys()[:2]
+
+
+def num_open(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("bft_state_breaker_open")
+
+
+async def test_a_dead_server_does_not_rest_the_others() -> None:
+    metrics, dead, alive = Metrics(), Redis(), Redis()
+    alive.error = None
+    breakers = Breakers(Servers(), metrics, Clock())
+
+    await fail(breakers.of(ANNS), dead, TRIP_AFTER + 2)
+
+    assert dead.calls == TRIP_AFTER
+    assert await breakers.of(BOBS).call("load", alive) == "answer"
+    assert num_open(metrics) == 1
+
+
+async def test_the_server_that_takes_over_is_asked_at_once_and_the_dead_one_forgotten() -> None:
+    metrics, redis, servers = Metrics(), Redis(), Servers()
+    breakers = Breakers(servers, metrics, Clock())
+    await fail(breakers.of(ANNS), redis, TRIP_AFTER)
+    await fail(breakers.of(BOBS), redis, TRIP_AFTER)
+    assert num_open(metrics) == 2
+
+    servers.names = ["heir", "two"]
+    redis.error = None
+
+    assert await breakers.of(ANNS).call("load", redis) == "answer"
+    assert num_open(metrics) == 1
+    with pytest.raises(StateUnavailable, match="not asked"):
+        await breakers.of(BOBS).call("load", redis)

@@ -7,7 +7,14 @@ import pytest
 from service import errors, ingest
 from service.errors import ServiceError, problem_response, state_problem, validation_problem
 from service.schemas import EventIn
-from service.states.interface import CatalogMismatch, OutboxFull, StateError, StateUnavailable, UnknownItemsFull
+from service.states.interface import (
+    CatalogMismatch,
+    NotReplicated,
+    OutboxFull,
+    StateError,
+    StateUnavailable,
+    UnknownItemsFull,
+)
 from service.values import check_timestamp, identity_hash
 
 NOW_S = 1_800_000_000.0
@@ -22,7 +29,14 @@ def test_every_error_of_the_store_is_a_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [StateUnavailable("away"), OutboxFull(10), UnknownItemsFull(10), CatalogMismatch("another")]
+    "error",
+    [
+        StateUnavailable("away"),
+        NotReplicated(0, 1),
+        OutboxFull(10),
+        UnknownItemsFull(10),
+        CatalogMismatch("another"),
+    ],
 )
 def test_what_the_store_cannot_do_now_is_a_503_that_says_when_to_come_back(error: StateError) -> None:
     response = problem_response(state_problem(error), "request-1")

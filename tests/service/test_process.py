@@ -256,6 +256,12 @@ def test_a_redis_url_of_another_scheme_stops_the_start_and_keeps_its_password(ti
     assert "secret" not in done.stderr
 
 
+def test_replicas_that_no_store_has_stop_the_start(tiny: Path) -> None:
+    done = run_process("run", "--bundle", tiny, STATE_REPLICAS=1)
+
+    assert_cannot_start(done, "BFT_STATE_REPLICAS", "BFT_REDIS_URL")
+
+
 def test_a_taken_port_stops_the_start(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
