@@ -1481,13 +1481,13 @@ async def test_slate_made_while_its_subject_was_on_the_way_out_is_not_kept_after
     await store.append(subject, [event(10, 1)])
     read = (await store.load(subject, VERSION)).record
     made_ms = NOW_MS + 1  # after the erasure or the merge took its time, before its script ran
-    run = store._run  # type: ignore[attr-defined]
+    write = store._write  # type: ignore[attr-defined]
 
     async def slow(*arguments: Any) -> Any:
         server.clock.advance(s=0.002)
-        return await run(*arguments)
+        return await write(*arguments)
 
-    monkeypatch.setattr(store, "_run", slow)
+    monkeypatch.setattr(store, "_write", slow)
     await (store.erase("ann") if subject.kind == "user" else store.close_session("s-1", read))
 
     assert not await store.save_slate(slate_id("1", subject), subject, made_ms, b"asked", b"page")
