@@ -700,7 +700,8 @@ def test_the_exported_graphs_equal_torch_and_the_reference(is_filtering: bool, t
     model = perturbed(50, filtering=is_filtering)
     said = export_graphs(model, tmp_path, 1.3)
     steps = ("KalmanUpdate", "SandwichAttention") if is_filtering else ()
-    assert said.custom_ops == {"encoder": steps, "step": steps, "ranker": ("GaussianTopK",)}
+    expected_ops = {"encoder": steps, "step": steps, "ranker": ("GaussianTopK",), "explainer": steps}
+    assert said.custom_ops == expected_ops
 
     session = onnxruntime.InferenceSession(tmp_path / "encoder.onnx", providers=["CPUExecutionProvider"])
     rows = draw_rows(51, 5, MAX_LEN + 1)
