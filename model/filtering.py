@@ -265,7 +265,9 @@ def sandwich_weights(
     precision_BS = _finite_where_hidden(neighbour_precision_BS, visible_BTS)
     visible = _as_numbers(visible_BTS, query_BHTC.dtype)
     logits = query_BHTC @ key_BHSC.mT + bias_BTS[:, None]
-    weights = F.silu(logits) * _relative_precision(precision_BS, visible, attention_norm)
+    # Not F.silu: see `SandwichAttention`, whose weights an exported graph must tell.
+    activation = logits / (1 + (-logits).exp())
+    weights = activation * _relative_precision(precision_BS, visible, attention_norm)
     return weights * (weights.square().sum(-1, keepdim=True) >= NO_WEIGHT)
 
 
