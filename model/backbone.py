@@ -7,7 +7,7 @@ N catalogue items · R states · M candidates
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,17 @@ from model.scoring import GaussianHead, Scores
 EMBEDDING_STD = 0.02
 
 
+class Reasons(NamedTuple):
+    """Whom the state that answers heard in the last layer (math.md, "Reasons").
+
+    `kriging_weight` (B,T) in [0, 1], the share of each position, mean over heads; `precision` (B,T), the λ̄ that the
+    layer weighted it by, infinite without filtering. Both are 0 on padding.
+    """
+
+    kriging_weight: Tensor
+    precision: Tensor
+
+
 class Backbone(nn.Module, ABC):
     """The interface of the three backbones, and what they share.
 
@@ -34,6 +45,7 @@ class Backbone(nn.Module, ABC):
     causal: ClassVar[bool]
     """Whether a later event never changes an earlier position's state; such a model is trained on every position."""
 
+    layers: nn.ModuleList
     log_count: Tensor
     input_number: Tensor
 
@@ -47,6 +59,14 @@ class Backbone(nn.Module, ABC):
         if config.filtering:
             self.initial_precision = initial_precision(config, training_counts)
         self.head = GaussianHead(config)
+
+    @abstractmethod
+    def enter(self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor) -> tuple[Gaussian, Any]:
+        """What the first layer is called with: the state before any layer, and the layers' sight (who sees whom).
+
+        Args:
+            items_BT, weights_BT, timestamps_BT: as in `encode`.
+        """
 
     @abstractmethod
     def encode(
@@ -70,6 +90,18 @@ class Backbone(nn.Module, ABC):
     ) -> Gaussian:
         """The state (B,D) from which the next event is predicted: the last real position's."""
         return last_state(self.encode(items_BT, weights_BT, timestamps_BT, steps), items_BT)
+
+    def reasons(
+        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
+    ) -> Reasons:
+        """Whom the state of `final_state` heard in the last layer."""
+        *before_last, last_layer = self.layers
+        state, sight = self.enter(items_BT, weights_BT, times(timestamps_BT, items_BT))
+        for layer in before_last:
+            state, _ = layer(state, sight, steps=steps)
+        shares_BTT = cast(Any, last_layer).shares(state, sight).mean(1)
+        precision_BT = torch.where(items_BT != PAD, state.precision.mean(-1), 0)
+        return Reasons(_at_last(shares_BTT, items_BT), precision_BT)
 
     @property
     def num_items(self) -> int:
@@ -181,16 +213,27 @@ class CausalBackbone(Backbone):
     causal: ClassVar[bool] = True
 
     @abstractmethod
+    def enter(
+        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor, cache: Cache | None = None
+    ) -> tuple[Gaussian, Any]:
+        """See `Backbone.enter`; with a cache, of T positions that follow the cached ones and see them."""
+
     def read(
         self, cache: Cache | None, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor, steps: Steps
     ) -> tuple[Gaussian, list[Neighbours]]:
         """The state at T positions that follow the cached ones, and what they show in every layer; see `step`."""
+        state, sight = self.enter(items_BT, weights_BT, timestamps_BT, cache)
+        shown = []
+        for index, layer in enumerate(self.layers):
+            state, neighbours = layer(state, sight, cache and cache.layer(index), steps)
+            shown.append(neighbours)
+        return without_padding(state, items_BT != PAD), shown
 
     def encode(
         self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
     ) -> Gaussian:
         """See `Backbone.encode`; T ≤ max_len + 1."""
-        return self.read(None, items_BT, weights_BT, _times(timestamps_BT, items_BT), steps)[0]
+        return self.read(None, items_BT, weights_BT, times(timestamps_BT, items_BT), steps)[0]
 
     def step(
         self,
@@ -210,7 +253,7 @@ class CausalBackbone(Backbone):
         Returns:
             the filtered state (B,T,D) at each of the T positions, and what they add to the cache.
         """
-        timestamps_BT = _times(timestamps_BT, items_BT)
+        timestamps_BT = times(timestamps_BT, items_BT)
         state, shown = self.read(cache, items_BT, weights_BT, timestamps_BT, steps)
         return state, Cache.of(shown, timestamps_BT, items_BT != PAD)
 
@@ -230,14 +273,20 @@ class CausalBackbone(Backbone):
         )
 
 
-def _times(timestamps_BT: Tensor | None, items_BT: Tensor) -> Tensor:
+def times(timestamps_BT: Tensor | None, items_BT: Tensor) -> Tensor:
+    """The timestamps (B,T); NaN throughout where none were given."""
     return torch.full_like(items_BT, math.nan, dtype=torch.float64) if timestamps_BT is None else timestamps_BT
 
 
 def last_state(state: Gaussian, items_BT: Tensor) -> Gaussian:
     """The state (B,D) at each row's last real position; of a row of padding, its first."""
-    last = ((items_BT != PAD).sum(1) - 1).clamp_min(0)[:, None, None].expand(-1, 1, state.mean.shape[-1])
-    return Gaussian(state.mean.gather(1, last)[:, 0], state.precision.gather(1, last)[:, 0])
+    return Gaussian(_at_last(state.mean, items_BT), _at_last(state.precision, items_BT))
+
+
+def _at_last(values_BTX: Tensor, items_BT: Tensor) -> Tensor:
+    """The values (B,X) at each row's last real position."""
+    last = ((items_BT != PAD).sum(1) - 1).clamp_min(0)[:, None, None].expand(-1, 1, values_BTX.shape[-1])
+    return values_BTX.gather(1, last)[:, 0]
 
 
 def without_padding(state: Gaussian, real_BT: Tensor) -> Gaussian:

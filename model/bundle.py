@@ -4,6 +4,7 @@ Files (architecture.md, "The bundle"):
     encoder.onnx         history → state, and its cache
     step.onnx            cache + further events → state, and what they add to the cache; causal backbones only
     ranker.onnx          state → top-k with mean, variance and log-partition
+    explainer.onnx       history → whom its state heard: each position's kriging weight and precision
     model.safetensors    the weights: torch's, by their names there, and what else the graphs hold; the graphs point
                          into it, so that each is on the disk, and mapped into memory, once
     items.parquet        number ↔ id, training count, title
@@ -32,13 +33,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from model.config import FIRST_ITEM, ModelConfig
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 PARITY_TOLERANCE = 1e-5
 """|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold")."""
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
-ENCODER, STEP, RANKER = "encoder", "step", "ranker"
-"""The graphs; a bundle has `step` if its backbone is causal."""
+ENCODER, STEP, RANKER, EXPLAINER = GRAPHS = "encoder", "step", "ranker", "explainer"
+"""The graphs; a bundle has `step` if its backbone is causal, and always the others."""
 
 Event = Literal["next_new_item", "next_item"]
 """What a confidence is the probability of: the next item not had before, or the next item of any kind."""
@@ -185,14 +186,14 @@ class Manifest(Strict):
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """The bundle's graphs, of `ENCODER`, `STEP`, `RANKER`."""
+        """The bundle's graphs, of `GRAPHS`."""
         return tuple(self.custom_ops)
 
     @model_validator(mode="after")
     def _graphs_are_known(self) -> "Manifest":
-        if not {ENCODER, RANKER} <= set(self.graphs) <= {ENCODER, STEP, RANKER}:
+        if not set(GRAPHS) - {STEP} <= set(self.graphs) <= set(GRAPHS):
             raise ValueError(
-                f"custom_ops names the graphs {', '.join(self.graphs)}; accepted: {ENCODER}, {RANKER}"
+                f"custom_ops names the graphs {', '.join(self.graphs)}; accepted: {ENCODER}, {RANKER}, {EXPLAINER}"
                 f" and, for a causal backbone, {STEP}"
             )
         return self

@@ -246,6 +246,39 @@ def pointwise_attention(
 
 
 @full_precision
+def sandwich_weights(
+    query_BHTC: Tensor,
+    key_BHSC: Tensor,
+    bias_BTS: Tensor,
+    neighbour_precision_BS: Tensor,
+    visible_BTS: Tensor,
+    attention_norm: float,
+) -> Tensor:
+    """The weights w = a·λ̄/m of `sandwich` (math.md, "HSTU" [P]).
+
+    Args:
+        query_BHTC, key_BHSC, bias_BTS, neighbour_precision_BS, visible_BTS, attention_norm: see `sandwich`.
+
+    Returns:
+        weights (B,H,T,S) of either sign, 0 where hidden, and throughout where a head sees nobody.
+    """
+    precision_BS = _finite_where_hidden(neighbour_precision_BS, visible_BTS)
+    visible = _as_numbers(visible_BTS, query_BHTC.dtype)
+    logits = query_BHTC @ key_BHSC.mT + bias_BTS[:, None]
+    # Not F.silu: see `SandwichAttention`, whose weights an exported graph must tell.
+    activation = logits / (1 + (-logits).exp())
+    weights = activation * _relative_precision(precision_BS, visible, attention_norm)
+    return weights * (weights.square().sum(-1, keepdim=True) >= NO_WEIGHT)
+
+
+def shares(weights_BHTS: Tensor) -> Tensor:
+    """|w|/Σ|w| over the neighbours; 0 throughout where every weight is 0."""
+    mass = weights_BHTS.abs()
+    total = mass.sum(-1, keepdim=True)
+    return mass / torch.where(total > 0, total, 1)
+
+
+@full_precision
 def sandwich(
     query_BHTC: Tensor,
     key_BHSC: Tensor,

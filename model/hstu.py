@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model import filtering
-from model.backbone import Cache, CausalBackbone, without_padding
+from model.backbone import Cache, CausalBackbone
 from model.config import PAD, ModelConfig
 from model.filtering import Gaussian
 from model.layers import Neighbours, Steps
@@ -48,25 +48,18 @@ class HSTU(CausalBackbone):
         layer = FilteringHSTULayer if config.filtering else PlainHSTULayer
         self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))
 
-    def read(
-        self, cache: Cache | None, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor, steps: Steps
-    ) -> tuple[Gaussian, list[Neighbours]]:
-        """See `CausalBackbone.read`."""
-        real_BT = items_BT != PAD
-        sight = self.sight(cache, real_BT)
+    def enter(
+        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor, cache: Cache | None = None
+    ) -> tuple[Gaussian, Relations]:
+        """See `CausalBackbone.enter`; the sight is `Relations`."""
+        sight = self.sight(cache, items_BT != PAD)
         neighbour_times = timestamps_BT if cache is None else torch.cat([cache.timestamps, timestamps_BT], 1)
         relations = Relations(
             visible=sight.visible,
             distance=(sight.position[:, :, None] - sight.neighbour_position[:, None, :]).clamp_min(0),
             time_bucket=time_buckets(timestamps_BT, neighbour_times, self.config.time_buckets),
         )
-        state = self.prior(self.embed(items_BT), items_BT, weights_BT)
-
-        shown = []
-        for index, layer in enumerate(self.layers):
-            state, neighbours = layer(state, relations, cache and cache.layer(index), steps)
-            shown.append(neighbours)
-        return without_padding(state, real_BT), shown
+        return self.prior(self.embed(items_BT), items_BT, weights_BT), relations
 
 
 def time_buckets(timestamps_BT: Tensor, neighbour_timestamps_BS: Tensor, num_buckets: int) -> Tensor:
@@ -153,6 +146,19 @@ class FilteringHSTULayer(HSTULayer):
         predicted = filtering.diffuse(Gaussian(posterior.mean, posterior.precision), F.softplus(self.raw_process_noise))
         return predicted, shown
 
+    def shares(self, prior: Gaussian, relations: Relations) -> Tensor:
+        """As `layers.FilteringLayer.shares`: the sandwich's weights as |w|/Σ|w|."""
+        _, _, query, key = self.project(prior.mean)
+        weights = filtering.sandwich_weights(
+            query,
+            key,
+            self.bias(relations),
+            prior.precision.mean(-1),
+            relations.visible,
+            self.config.attention_norm,
+        )
+        return filtering.shares(weights)
+
 
 class PlainHSTULayer(HSTULayer):
     """The layer with filtering off: an ordinary HSTU layer, which carries no precision."""
@@ -170,3 +176,11 @@ class PlainHSTULayer(HSTULayer):
         attention = F.dropout(attention, self.config.attention_dropout, self.training)
         attended = (attention @ seen.value).transpose(1, 2).flatten(2)
         return Gaussian(prior.mean + self.innovation(gate, attended), prior.precision), shown
+
+    def shares(self, prior: Gaussian, relations: Relations) -> Tensor:
+        """As the filtering layer's, of the attention."""
+        _, _, query, key = self.project(prior.mean)
+        attention = filtering.pointwise_attention(
+            query, key, self.bias(relations), relations.visible, self.config.attention_norm
+        )
+        return filtering.shares(attention)

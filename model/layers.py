@@ -89,6 +89,11 @@ class Attention(nn.Module):
             for linear in (self.query, self.key, self.value)
         )
 
+    def shares(self, normalised_BTD: Tensor, neighbour_precision_BS: Tensor, visible_BTS: Tensor) -> Tensor:
+        """How much each position hears of each neighbour, (B,H,T,S): the kriging weights."""
+        query, key, _ = self.project(normalised_BTD)
+        return filtering.kriging_weights(query, key, neighbour_precision_BS, visible_BTS)
+
 
 class FeedForward(nn.Module):
     """Linear, GELU, linear, and their LayerNorm, which the layer applies where it has it."""
@@ -142,6 +147,10 @@ class FilteringLayer(nn.Module):
         posterior = steps.update(prior, innovation, observed)
         return Gaussian(posterior.mean, posterior.precision), shown
 
+    def shares(self, prior: Gaussian, visible_BTS: Tensor) -> Tensor:
+        """How much each position hears of each neighbour in this layer, (B,H,T,S); see `forward`."""
+        return self.attention.shares(self.attention.norm(prior.mean), prior.precision.mean(-1), visible_BTS)
+
     def dynamics(self) -> Dynamics:
         """The feed-forward's parameters and Q = softplus(q), as `filtering.predict` takes them."""
         block = self.feed_forward
@@ -186,6 +195,14 @@ class PlainLayer(nn.Module):
         )
         innovation = self.attention.output(attended.transpose(1, 2).flatten(2))
         return F.dropout(innovation, self.config.dropout, self.training), shown
+
+    def shares(self, prior: Gaussian, visible_BTS: Tensor) -> Tensor:
+        """As `FilteringLayer.shares`: the attention."""
+        return self.equal_shares(self.attention.norm(prior.mean), visible_BTS)
+
+    def equal_shares(self, normalised_BTD: Tensor, visible_BTS: Tensor) -> Tensor:
+        """The kriging weights of neighbours of equal precision: softmax attention."""
+        return self.attention.shares(normalised_BTD, torch.ones_like(normalised_BTD[..., 0]), visible_BTS)
 
     def drift(self, normalised_BTD: Tensor) -> Tensor:
         """The feed-forward, what the residual adds."""

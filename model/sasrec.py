@@ -5,10 +5,10 @@ B batch · T positions (BOS first, then events, right padding) · D width
 
 from torch import Tensor, nn
 
-from model.backbone import EMBEDDING_STD, Cache, CausalBackbone, without_padding
+from model.backbone import EMBEDDING_STD, Cache, CausalBackbone
 from model.config import PAD, ModelConfig
 from model.filtering import Gaussian
-from model.layers import FilteringLayer, Neighbours, PlainLayer, Steps
+from model.layers import FilteringLayer, PlainLayer
 
 
 class SASRec(CausalBackbone):
@@ -21,16 +21,10 @@ class SASRec(CausalBackbone):
         layer = FilteringLayer if config.filtering else PlainLayer
         self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))
 
-    def read(
-        self, cache: Cache | None, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor, steps: Steps
-    ) -> tuple[Gaussian, list[Neighbours]]:
-        """See `CausalBackbone.read`."""
-        real_BT = items_BT != PAD
-        sight = self.sight(cache, real_BT)
-        state = self.prior(self.embed(items_BT) + self.position_embedding(sight.position), items_BT, weights_BT)
-
-        shown = []
-        for index, layer in enumerate(self.layers):
-            state, neighbours = layer(state, sight.visible, cache and cache.layer(index), steps)
-            shown.append(neighbours)
-        return without_padding(state, real_BT), shown
+    def enter(
+        self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor, cache: Cache | None = None
+    ) -> tuple[Gaussian, Tensor]:
+        """See `CausalBackbone.enter`; the sight is `visible_BTS`."""
+        sight = self.sight(cache, items_BT != PAD)
+        embedded = self.embed(items_BT) + self.position_embedding(sight.position)
+        return self.prior(embedded, items_BT, weights_BT), sight.visible

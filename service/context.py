@@ -8,7 +8,7 @@ from typing import Literal, cast, get_args
 
 from service.errors import DeadlinePassed
 
-Stage = Literal["limit", "state", "queue", "infer_encoder", "infer_step", "infer_ranker", "rank"]
+Stage = Literal["limit", "state", "queue", "infer_encoder", "infer_step", "infer_ranker", "infer_explainer", "rank"]
 """Where a request spends its time: its key's quota, the state store, the queue, a graph, making the list."""
 
 STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from model.bundle import ENCODER, RANKER, STEP, Bundle, BundleError, GoldenCase, golden_errors
+from model.bundle import ENCODER, EXPLAINER, RANKER, STEP, Bundle, BundleError, GoldenCase, golden_errors
 from model.config import BOS, PAD
 from service.batching import Batcher, BatchLimits
 from service.context import RequestContext
@@ -94,6 +94,16 @@ class Ranking:
     """Of p, in nats."""
     mean_precision: float
     """Mean over dimensions of the state's precision."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heard:
+    """Whom a history's state heard in the last layer (math.md, "Reasons"), by the positions of its `EncoderRow`."""
+
+    kriging_weight: Floats
+    """(T,) shares in [0, 1], which sum to at most 1."""
+    precision: Floats
+    """(T,) inverse variance, > 0; infinite for a plain model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +203,13 @@ class Engine:
             raise InferenceFailed("the ranker returned scores that are no numbers")
         return ranking
 
+    async def explain(self, row: EncoderRow, request: RequestContext) -> Heard:
+        """Whom the state after a history heard. Raises as `Batcher.submit`, and InferenceFailed on a NaN."""
+        heard: Heard = await self._batcher.submit(EXPLAINER, row, len(row.items), request)
+        if not np.isfinite(heard.kriging_weight).all() or np.isnan(heard.precision).any():
+            raise InferenceFailed("the explainer returned weights that are no numbers")
+        return heard
+
     async def infer(self, graph: str, feeds: Arrays, cells: int, request: RequestContext) -> Arrays:
         """A graph's outputs for inputs that a caller made; alone, never in a batch with another's.
 
@@ -230,6 +247,8 @@ class Engine:
             return _split_states(self.run(graph, encoder_inputs(rows, self.max_positions)), rows)
         if graph == STEP:
             return _split_states(self.run(graph, step_inputs(rows, self.max_positions)), rows)
+        if graph == EXPLAINER:
+            return _split_heard(self.run(graph, encoder_inputs(rows, self.max_positions)), rows)
         feeds = ranker_inputs(rows, self._bundle.manifest.num_items)
         feeds |= {"temperature": self._temperature, "variance_scale": self._variance_scale}
         return _split_rankings(self.run(graph, feeds), rows, self._bundle.calibration.temperature)
@@ -252,6 +271,7 @@ class Engine:
         """Run each length bucket alone and in a full batch, so that no caller pays for first shapes."""
         for length in length_buckets(self.max_positions):
             state = self._warm(ENCODER, EncoderRow(*_blank(length)))
+            self._warm(EXPLAINER, EncoderRow(*_blank(length)))
         if STEP in self._sessions:
             self._warm_step()
         nothing = np.empty(0, np.int64)
@@ -424,6 +444,13 @@ def _cache(outputs: Arrays, index: int, row: EncoderRow | StepRow) -> Cache | No
         row.timestamps,
     )
     return row.cache.extended(added) if isinstance(row, StepRow) else added
+
+
+def _split_heard(outputs: Arrays, rows: Sequence[EncoderRow]) -> list[Heard]:
+    return [
+        Heard(outputs["kriging_weight"][index, : len(row.items)], outputs["precision"][index, : len(row.items)])
+        for index, row in enumerate(rows)
+    ]
 
 
 def _split_rankings(outputs: Arrays, rows: Sequence[RankerRow], temperature: float) -> list[Ranking]:

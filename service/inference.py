@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from model.bundle import ENCODER, RANKER, STEP, Bundle
+from model.bundle import ENCODER, EXPLAINER, RANKER, STEP, Bundle
 from model.config import FIRST_ITEM, PAD
 from service.engine import Arrays, Tensor
 from service.errors import InvalidRequest
@@ -204,7 +204,7 @@ def graph_inputs(
             raise InvalidRequest.of("inputs", f"{name} is missing; the {graph} needs {known}")
         place = places[name]
         feeds[name] = _array(wanted, sent[place], f"inputs.{place}", sizes, bounds, nulls.get(name))
-    check = {ENCODER: _check_encoder, STEP: _check_step, RANKER: _check_ranker}[graph]
+    check = {ENCODER: _check_encoder, EXPLAINER: _check_encoder, STEP: _check_step, RANKER: _check_ranker}[graph]
     check(feeds, bundle)
     return feeds
 

@@ -9,11 +9,11 @@ from typing import Literal, Protocol
 import numpy as np
 
 from model.bundle import STEP, Bundle
-from model.config import UNK, UNKNOWN_BASE
-from service import ranking
+from model.config import FIRST_ITEM, UNK, UNKNOWN_BASE
+from service import ranking, reasons
 from service.background import Saves
 from service.context import RequestContext
-from service.engine import EncoderRow, Numbers, RankerRow, Ranking, StepRow
+from service.engine import EncoderRow, Heard, Numbers, RankerRow, Ranking, StepRow
 from service.errors import Overloaded
 from service.filtered import State
 from service.ranking import NO_HISTORY, Entry, History
@@ -21,6 +21,7 @@ from service.schemas import (
     AbGroup,
     CalibrationInfo,
     DegradedReason,
+    Explanation,
     HistoryEvent,
     ModelName,
     RankedItem,
@@ -84,6 +85,10 @@ class Inference(Protocol):
         """The best items for a state."""
         ...
 
+    async def explain(self, row: EncoderRow, request: RequestContext) -> Heard:
+        """Whom the state after a history heard."""
+        ...
+
 
 class Subjects:
     """Stored subjects, read in the served catalogue's numbers.
@@ -141,6 +146,12 @@ class Subjects:
         while len(self._ids) > MAX_CACHED_IDS:
             self._ids.popitem(last=False)
         return found
+
+    def item_ids(self, record: UserRecord) -> list[str | None]:
+        """The ids of the record's events; None where nobody knows one. `history` was asked for before."""
+        items = self._bundle.items
+        last = FIRST_ITEM + len(items)
+        return [items.item_id(number) if number < last else self._ids.get(number) for number in record.items.tolist()]
 
     def save(self, subject: Subject, record: UserRecord, state: State) -> None:
         """Keep a computed state, in the background: it neither delays nor fails the answer."""
@@ -224,12 +235,18 @@ class Recommender:
         found = await self._find(asked, request)
         slate = _asked(asked, found.window)
         made = await self._list(found, slate, asked.num_results, (), request)
+        explanation = await self._explanation(found, request) if asked.explain else None
         with request.timed("rank"):
             self._slates.save(slate, self._page(made, made_ms))
-            return self._answer(slate, found, made.listed, 0, ab_group)
+            return self._answer(slate, found, made.listed, 0, ab_group, explanation)
 
     async def next_page(
-        self, slate: Slate, num_results: int, request: RequestContext, ab_group: AbGroup = None
+        self,
+        slate: Slate,
+        num_results: int,
+        request: RequestContext,
+        ab_group: AbGroup = None,
+        explain: bool = False,
     ) -> RecommendationResponse:
         """The next items of a slate, for what is known of its subject now. Each item is given out once.
 
@@ -238,6 +255,7 @@ class Recommender:
             num_results: of the page; it is shorter, or empty, at the end of the catalogue or of what a slate may have.
             request: its deadline.
             ab_group: why this model answers.
+            explain: whether to say what the page rests on.
 
         Raises:
             RecommendationNotFound: the slate expired meanwhile.
@@ -248,7 +266,7 @@ class Recommender:
         for _ in range(MAX_CLAIMS):
             made_ms, asked = wall_clock_ms(), slate.asked
             if asked.subject is None:
-                found = _Found(retold_history(asked.told, self._bundle))
+                found = _Found(retold_history(asked.told, self._bundle), window=asked.told)
             else:
                 found = await self._find_stored(asked.subject, (), request)
             passed = slate.passed
@@ -256,12 +274,13 @@ class Recommender:
             made = _List((), ())
             if size > 0:
                 made = await self._list(found, asked, size, passed, request)
+            explanation = await self._explanation(found, request) if explain else None
             with request.timed("state"):
                 is_ours = not (made.listed or made.left_out) or await self._slates.claim(
                     slate, self._page(made, made_ms)
                 )
                 if is_ours:
-                    return self._answer(asked, found, made.listed, slate.num_shown, ab_group)
+                    return self._answer(asked, found, made.listed, slate.num_shown, ab_group, explanation)
                 request.check_deadline()
                 slate = await self._slates.load(asked.recommendation_id)
         raise Overloaded("other requests are turning the pages of this recommendation", retry_after_s=1)
@@ -285,6 +304,7 @@ class Recommender:
             row = RankerRow(state, chosen.seen, chosen.blocked, len(numbers))
             answer = await self._engine.rank(row, request)
             ranked = ranking.entries(answer, self._bundle, chosen.seen, found.history.count)
+        explanation = await self._explanation(found, request) if asked.explain else None
         with request.timed("rank"):
             self._count(found)
             items = self._bundle.items
@@ -300,6 +320,7 @@ class Recommender:
                 missing_item_ids=self._missing([*(event.item_id for event in found.told), *unknown]),
                 degraded=list(found.degraded),
                 ab_group=ab_group,
+                explanation=explanation,
             )
 
     # ---- from a subject to a list ------------------------------------------------------------------------
@@ -364,6 +385,18 @@ class Recommender:
             listed = [entry for entry in entries if entry.confidence >= least]
             return _List(listed, [entry for entry in entries if entry.confidence < least])
 
+    async def _explanation(self, found: _Found, request: RequestContext) -> Explanation:
+        """What the state behind the answer heard, however the state came about."""
+        if found.history.count == 0:
+            return reasons.COLD_START
+        max_len = self._bundle.manifest.model.max_len
+        row = ranking.encoder_row(found.history, max_len)
+        heard = await self._engine.explain(row, request)
+        if found.record is not None:
+            return reasons.explanation(row, heard, self._subjects.item_ids(found.record))
+        window = found.window or told_window(found.told, max_len)
+        return reasons.explanation(row, heard, [event.item_id for event in window.events])
+
     def _numbers(self, item_ids: Iterable[str]) -> list[int]:
         numbers = (self._bundle.items.number(item_id) for item_id in item_ids)
         return [number for number in numbers if number is not None]
@@ -371,7 +404,13 @@ class Recommender:
     # ---- answers and slates ------------------------------------------------------------------------------
 
     def _answer(
-        self, asked: Asked, found: _Found, listed: Sequence[Entry], num_before: int, ab_group: AbGroup
+        self,
+        asked: Asked,
+        found: _Found,
+        listed: Sequence[Entry],
+        num_before: int,
+        ab_group: AbGroup,
+        explanation: Explanation | None,
     ) -> RecommendationResponse:
         self._count(found)
         items = self._bundle.items
@@ -401,6 +440,7 @@ class Recommender:
             missing_item_ids=self._missing(named),
             degraded=list(found.degraded),
             ab_group=ab_group,
+            explanation=explanation,
         )
 
     def _count(self, found: _Found) -> None:

@@ -148,6 +148,9 @@ class SubjectRequest(_Request):
         return None if self.session_id is None else Subject("session", self.session_id)
 
 
+Explain = Annotated[bool, Field(description="say which events of the history carried the answer; costs an inference")]
+
+
 class RecommendationRequest(SubjectRequest):
     """For whom, how many, and what may be in the list."""
 
@@ -158,6 +161,7 @@ class RecommendationRequest(SubjectRequest):
                 {"user_id": "u-1024", "num_results": 10},
                 {"history": [{"item_id": "50"}, {"item_id": "181"}], "num_results": 5, "exclude_seen": True},
                 {"user_id": "u-1024", "fallback_history": [{"item_id": "50"}], "exclude_item_ids": ["172"]},
+                {"user_id": "u-1024", "num_results": 10, "explain": True},
             ],
         }
     )
@@ -167,6 +171,7 @@ class RecommendationRequest(SubjectRequest):
     exclude_item_ids: Ids = ()
     allow_item_ids: Ids | None = Field(None, description="only these may be in the list; probabilities do not change")
     min_confidence: float | None = Field(None, ge=0, le=1)
+    explain: Explain = False
 
 
 class NextPageRequest(_Request):
@@ -175,6 +180,7 @@ class NextPageRequest(_Request):
     model_config = ConfigDict(json_schema_extra={"examples": [{"num_results": 10}]})
 
     num_results: NumResults = 25
+    explain: Explain = False
 
 
 class RankingRequest(SubjectRequest):
@@ -199,6 +205,7 @@ class RankingRequest(SubjectRequest):
             description="every one comes back; an id that stands here more than once comes back once",
         ),
     ]
+    explain: Explain = False
 
 
 class ModelName(_Answer):
@@ -245,6 +252,36 @@ class DegradedReason(StrEnum):
     catalog_mismatch = "catalog_mismatch"
 
 
+class Reason(_Answer):
+    """One event of the history, and how much of the answer it carried."""
+
+    item_id: str | None = Field(description="null: the catalogue no longer knows the item")
+    timestamp: float | None = Field(description="Unix seconds; null: the event was told without one")
+    kriging_weight: float = Field(
+        description="share, 0 to 1, that the answering state gave this event when it last listened to the history; "
+        "mean over the attention heads"
+    )
+    precision: float | None = Field(
+        description="inverse variance of what the model knew at this event, above 0, on the model's scale; it raised "
+        "or lowered the weight; null for a model without precisions"
+    )
+
+
+class Explanation(_Answer):
+    """What the answer rests on. It is the state's, and so the same for every item of the list."""
+
+    reasons: list[Reason] = Field(description="the events that weighed most, at most 10, the heaviest first")
+    prior_weight: float = Field(
+        description="share of what is no event: of BOS, a user before any event, and with BERT4Rec of the MASK that "
+        "asks. With the weights of all events of the window, listed or not, it makes 1; alone it is 1 for a cold start"
+    )
+
+
+ShownExplanation = Annotated[
+    Explanation | None, Field(description="what the answer rests on; null unless `explain` was asked for")
+]
+
+
 class RecommendationResponse(_Answer):
     """A ranked list with a confidence for each item."""
 
@@ -276,6 +313,13 @@ class RecommendationResponse(_Answer):
                     "missing_item_ids": [],
                     "degraded": [],
                     "ab_group": "default",
+                    "explanation": {
+                        "reasons": [
+                            {"item_id": "50", "timestamp": 1764424800.0, "kriging_weight": 0.41, "precision": 2.7},
+                            {"item_id": "181", "timestamp": 1764424860.0, "kriging_weight": 0.33, "precision": 1.9},
+                        ],
+                        "prior_weight": 0.26,
+                    },
                 }
             ]
         }
@@ -291,6 +335,7 @@ class RecommendationResponse(_Answer):
     missing_item_ids: list[str] = Field(description="ids of this request that the catalogue does not know")
     degraded: list[DegradedReason]
     ab_group: AbGroup
+    explanation: ShownExplanation = None
 
 
 class BatchRequest(_Request):
@@ -395,6 +440,7 @@ class RankingResponse(_Answer):
                     "missing_item_ids": ["not-in-the-catalogue"],
                     "degraded": [],
                     "ab_group": "default",
+                    "explanation": None,
                 }
             ]
         }
@@ -411,6 +457,7 @@ class RankingResponse(_Answer):
     missing_item_ids: list[str] = Field(description="ids of this request that the catalogue does not know")
     degraded: list[DegradedReason]
     ab_group: AbGroup
+    explanation: ShownExplanation = None
 
 
 class SimilarItem(_Answer):

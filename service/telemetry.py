@@ -149,7 +149,8 @@ class Metrics:
         )
         self.stage_seconds = Histogram(
             "bft_stage_duration_seconds",
-            "Time of a request in one stage: limit, state, queue, infer_encoder, infer_step, infer_ranker, rank",
+            "Time of a request in one stage: limit, state, queue, infer_encoder, infer_step, infer_ranker, "
+            "infer_explainer, rank",
             ["stage"],
             buckets=geometric_buckets(),
             registry=self.registry,

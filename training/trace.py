@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from model import filtering
 from model.backbone import Backbone
-from model.bert4rec import PostNormPlainLayer
 from model.config import MASK, PAD
 from model.filtering import Dynamics, Gaussian, KrigedField, Posterior
-from model.hstu import PlainHSTULayer
 from training.batches import Batch
 
 
@@ -94,7 +92,9 @@ class Recorder:
         dropout: float,
     ) -> KrigedField:
         """`filtering.sandwich`."""
-        attention = filtering.pointwise_attention(query_BHTC, key_BHSC, bias_BTS, visible_BTS, attention_norm)
+        weights = filtering.sandwich_weights(
+            query_BHTC, key_BHSC, bias_BTS, neighbour_precision_BS, visible_BTS, attention_norm
+        )
         field = filtering.sandwich(
             query_BHTC,
             key_BHSC,
@@ -106,10 +106,7 @@ class Recorder:
             shrinkage_dof,
             dropout,
         )
-        # w = a·λ̄/m: the divisor m drops out of a share.
-        weights = shares(attention * neighbour_precision_BS[:, None, None, :])
-        has_neighbours = (field.effective_sample_size > 0)[..., None]
-        self._keep(weights * has_neighbours, field, neighbour_precision_BS)
+        self._keep(filtering.shares(weights), field, neighbour_precision_BS)
         return field
 
     def update(self, prior: Gaussian, innovation_BTD: Tensor, observation_precision_BTD: Tensor) -> Posterior:
@@ -174,45 +171,21 @@ def with_query(model: Backbone, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def shares(weights_BHTS: Tensor) -> Tensor:
-    """|w|/Σ|w| over the neighbours; 0 throughout where every weight is 0."""
-    mass = weights_BHTS.abs()
-    total = mass.sum(-1, keepdim=True)
-    return mass / torch.where(total > 0, total, 1)
-
-
 @contextmanager
 def _plain_layers_heard(model: Backbone) -> Iterator[list[Heard]]:
     """What the plain layers' attention hears while the context lasts: they call no steps, so their inputs are read."""
     heard: list[Heard] = []
 
-    def listen(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        weights_BHTS = _plain_attention(layer, *inputs[:2])
+    def listen(layer: Any, inputs: tuple[Any, ...]) -> None:
+        weights_BHTS = layer.shares(*inputs[:2])
         squares = weights_BHTS.square().sum(-1)
         sample_size = torch.where(squares > 0, 1 / squares, 0)
         heard.append(Heard(weights_BHTS.mean(1), sample_size.mean(1)))
 
-    layers: list[nn.Module] = [] if model.config.filtering else list(model.get_submodule("layers").children())
+    layers = [] if model.config.filtering else list(model.layers)
     hooks = [layer.register_forward_pre_hook(listen) for layer in layers]
     try:
         yield heard
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _plain_attention(layer: nn.Module, prior: Gaussian, sight: Any) -> Tensor:
-    """The attention (B,H,T,S) of a plain layer, as shares.
-
-    Args:
-        prior, sight: what the layer is called with; `sight` is `visible_BTS`, or HSTU's `Relations`.
-    """
-    if isinstance(layer, PlainHSTULayer):
-        _, _, query, key = layer.project(prior.mean)
-        norm = layer.config.attention_norm
-        return shares(filtering.pointwise_attention(query, key, layer.bias(sight), sight.visible, norm))
-    attention: Any = layer.attention
-    post_norm = isinstance(layer, PostNormPlainLayer)
-    query, key, _ = attention.project(prior.mean if post_norm else attention.norm(prior.mean))
-    # Neighbours of equal precision are weighted by softmax attention alone (math.md, "What must hold", 2).
-    return filtering.kriging_weights(query, key, torch.ones_like(prior.mean[..., 0]), sight)

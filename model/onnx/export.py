@@ -6,15 +6,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx
 import onnxruntime
 import torch
+from onnxscript.onnx_opset import opset21 as op
 from torch import Tensor, nn
 
 from model.backbone import Backbone, Cache, CausalBackbone, last_state
-from model.bundle import ENCODER, PARITY_TOLERANCE, RANKER, STEP, BundleError, GoldenCase, golden_errors
+from model.bundle import (
+    ENCODER,
+    EXPLAINER,
+    GRAPHS,
+    PARITY_TOLERANCE,
+    RANKER,
+    STEP,
+    BundleError,
+    GoldenCase,
+    golden_errors,
+)
 from model.config import BOS, FIRST_ITEM, PAD, UNK, ModelConfig
 from model.filtering import Gaussian
 from model.layers import Steps
@@ -80,6 +91,20 @@ class StepGraph(nn.Module):
         cache = Cache(past_key, past_value, past_log_precision, past_timestamps, past_length)
         state, added = self.model.step(cache, items, weights, timestamps, self.steps)
         return (*last_state(state, items), added.key, added.value, added.log_precision)
+
+
+class ExplainerGraph(nn.Module):
+    """History → whom its state heard: `explainer.onnx`."""
+
+    def __init__(self, model: Backbone, steps: Steps) -> None:
+        super().__init__()
+        self.model = model
+        self.steps = steps
+
+    def forward(self, items: Tensor, weights: Tensor, timestamps: Tensor) -> tuple[Tensor, Tensor]:
+        """kriging_weight and precision (B,T) of the positions; see `Backbone.reasons`."""
+        reasons = self.model.reasons(items, weights, timestamps, self.steps)
+        return reasons.kriging_weight, reasons.precision
 
 
 class RankerGraph(nn.Module):
@@ -166,7 +191,8 @@ def export_graphs(model: Backbone, folder: Path, temperature: float) -> Exported
 
     Args:
         model: trained; put into eval mode.
-        folder: receives encoder.onnx, step.onnx for a causal backbone, ranker.onnx and model.safetensors.
+        folder: receives encoder.onnx, step.onnx for a causal backbone, ranker.onnx, explainer.onnx and
+            model.safetensors.
         temperature: T of the golden cases.
 
     Raises:
@@ -175,13 +201,16 @@ def export_graphs(model: Backbone, folder: Path, temperature: float) -> Exported
     """
     model.eval()
     steps, config = EmittedSteps(), model.config
-    graphs: dict[str, tuple[nn.Module, Signature]] = {RANKER: (RankerGraph(model), _ranker_signature(config.width))}
+    graphs: dict[str, tuple[nn.Module, Signature]] = {
+        RANKER: (RankerGraph(model), _ranker_signature(config.width)),
+        EXPLAINER: (ExplainerGraph(model, steps), _explainer_signature()),
+    }
     if isinstance(model, CausalBackbone):
         graphs[ENCODER] = CausalEncoderGraph(model, steps), _encoder_signature(causal=True)
         graphs[STEP] = StepGraph(model, steps), _step_signature(config)
     else:
         graphs[ENCODER] = EncoderGraph(model, steps), _encoder_signature(causal=False)
-    exported = {name: _export(*graphs[name], name) for name in (ENCODER, STEP, RANKER) if name in graphs}
+    exported = {name: _export(*graphs[name], name) for name in GRAPHS if name in graphs}
     custom_ops = {name: attach_bodies(graph) for name, graph in exported.items()}
     write_weights(model, exported.values(), folder)
     for name, graph in exported.items():
@@ -207,6 +236,7 @@ def golden_cases(model: Backbone, temperature: float) -> list[GoldenCase]:
             if isinstance(model, CausalBackbone):
                 cases.append(_step_case(model, rows, state))
             cases.append(_ranker_case(model, state, rows.items, temperature))
+            cases.append(_case(EXPLAINER, rows._asdict(), model.reasons(*rows)._asdict()))
     return cases
 
 
@@ -259,6 +289,7 @@ def _export(graph: nn.Module, signature: Signature, name: str) -> onnx.ModelProt
             input_names=list(signature.inputs),
             dynamic_shapes=dynamic,
             opset_version=OPSET,
+            custom_translation_table={torch.ops.aten.view.dtype: _truths_as_bytes},
             dynamo=True,
             verbose=False,
         )
@@ -268,6 +299,13 @@ def _export(graph: nn.Module, signature: Signature, name: str) -> onnx.ModelProt
     _name_values(model.graph, signature.outputs)
     _strip_build_traces(model)
     return model
+
+
+def _truths_as_bytes(self: Any, dtype: int) -> Any:
+    """`visible.view(torch.uint8)` (see `filtering`), which the exporter does not know, as a Cast."""
+    if (self.dtype, dtype) != (onnx.TensorProto.BOOL, onnx.TensorProto.UINT8):
+        raise ExportError(f"a view of {self.dtype} as type {dtype} would read bytes anew; ONNX has no such operator")
+    return op.Cast(self, to=dtype)
 
 
 @contextmanager
@@ -325,6 +363,15 @@ def _encoder_signature(causal: bool) -> Signature:
         ),
         inputs={"items": ("batch", "time"), "weights": ("batch", "time"), "timestamps": ("batch", "time")},
         outputs=outputs | _shown_axes("", "time") if causal else outputs,
+    )
+
+
+def _explainer_signature() -> Signature:
+    encoder = _encoder_signature(causal=False)
+    return Signature(
+        examples=encoder.examples,
+        inputs=encoder.inputs,
+        outputs={"kriging_weight": ("batch", "time"), "precision": ("batch", "time")},
     )
 
 

@@ -69,4 +69,4 @@ async def next_page(
     with context.timed("state"):
         slate = await slates.load(recommendation_id)
     with models.taken(slate.asked.subject) as (model, ab_group):
-        return await model.recommender.next_page(slate, asked.num_results, context, ab_group)
+        return await model.recommender.next_page(slate, asked.num_results, context, ab_group, asked.explain)

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model.backbone import Backbone
+from model.backbone import Backbone, Reasons
 from model.bundle import PARITY_TOLERANCE
 from model.config import BOS, FIRST_ITEM, PAD, UNK, window_start
 from model.filtering import Gaussian
 from model.onnx.export import ExportedGraphs, export_graphs
+from tests.behaviour.heard import assert_reasons
 from tests.behaviour.instances import (
     COUNTS,
     EVERY_CASE,
@@ -214,13 +215,14 @@ def test_a_saved_and_loaded_model_says_the_same(case: Case, tmp_path: Path) -> N
 
 @dataclass(frozen=True)
 class Exported:
-    """A model, and its encoder in ONNX Runtime."""
+    """A model, and its graphs that read events in ONNX Runtime."""
 
     model: Backbone
     said: ExportedGraphs
     encoder: onnxruntime.InferenceSession
     step: onnxruntime.InferenceSession | None
     """Of a causal one."""
+    explainer: onnxruntime.InferenceSession
 
     def run(self, rows: Rows) -> Gaussian:
         feeds = {name: tensor.numpy() for name, tensor in rows._asdict().items()}
@@ -232,13 +234,13 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("exported")
     model = request.param.perturbed()
     said = export_graphs(model, folder, temperature=1.0)
-    encoder, step = (
+    encoder, step, explainer = (
         onnxruntime.InferenceSession(folder / f"{graph}.onnx", providers=["CPUExecutionProvider"])
         if graph in said.custom_ops
         else None
-        for graph in ("encoder", "step")
+        for graph in ("encoder", "step", "explainer")
     )
-    return Exported(model, said, encoder, step)
+    return Exported(model, said, encoder, step, explainer)
 
 
 every_export = pytest.mark.parametrize("exported", EVERY_CASE, indirect=True, scope="module")
@@ -250,7 +252,7 @@ every_causal_export = pytest.mark.parametrize(
 @every_export
 def test_an_export_checks_itself_against_torch(exported: Exported) -> None:
     assert 0 <= exported.said.max_error <= PARITY_TOLERANCE
-    graphs = {"encoder", "step", "ranker"} if exported.model.causal else {"encoder", "ranker"}
+    graphs = {"encoder", "ranker", "explainer"} | ({"step"} if exported.model.causal else set())
     assert {case.graph for case in exported.said.golden} == set(exported.said.custom_ops) == graphs
 
 
@@ -265,6 +267,19 @@ def test_torch_and_onnx_runtime_agree_on_the_final_state(exported: Exported, bat
     expected = exported.model.final_state(*rows)
 
     assert_same(exported.run(padded), expected, FLOAT32_TOL)
+
+
+@every_export
+@pytest.mark.parametrize(("batch", "length", "padding"), [(1, 1, 0), (2, 4, 2), (5, MAX_LEN + 1, 0)])
+def test_onnx_runtime_tells_whom_the_reference_s_state_heard(
+    exported: Exported, batch: int, length: int, padding: int
+) -> None:
+    rows = random_rows(10 * length + batch, batch, length).padded(padding)
+
+    feeds = {name: tensor.numpy() for name, tensor in rows._asdict().items()}
+    found = exported.explainer.run(["kriging_weight", "precision"], feeds)
+
+    assert_reasons(Reasons(*map(torch.from_numpy, found)), exported.model, rows, FLOAT32_TOL)
 
 
 @every_export

@@ -19,7 +19,7 @@ from model.bundle import (
 )
 from model.config import ModelConfig
 
-GRAPHS = {"encoder": ("KalmanUpdate",), "step": (), "ranker": ("GaussianTopK",)}
+GRAPHS = {"encoder": ("KalmanUpdate",), "step": (), "ranker": ("GaussianTopK",), "explainer": ()}
 """Every graph a bundle may have, with its nodes of the domain `bft`."""
 
 ITEM_IDS = ["toy", "42", "042", "ß/😀 x"]

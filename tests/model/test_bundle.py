@@ -35,6 +35,7 @@ FILES = (
     "encoder.onnx",
     "step.onnx",
     "ranker.onnx",
+    "explainer.onnx",
     "model.safetensors",
     "items.parquet",
     "calibration.json",
@@ -112,16 +113,24 @@ def test_a_file_too_many_is_named_and_nothing_is_written(tmp_path: Path) -> None
 
 
 def test_a_backbone_that_is_not_causal_has_no_step(tmp_path: Path) -> None:
-    graphs = {"encoder": (), "ranker": ()}
+    graphs = {"encoder": (), "ranker": (), "explainer": ()}
     bundle = stand_ins.write(tmp_path, custom_ops=graphs, change=lambda staging: (staging / "step.onnx").unlink())
-    assert open_bundle(bundle).manifest.graphs == ("encoder", "ranker")
+    assert open_bundle(bundle).manifest.graphs == ("encoder", "ranker", "explainer")
     assert {path.name for path in bundle.iterdir()} == {*FILES, MANIFEST} - {"step.onnx"}
     assert set(file_names(graphs)) == set(FILES) - {"step.onnx"}
     with pytest.raises(BundleError, match=r"step\.onnx is no file of this bundle"):
         stand_ins.write(tmp_path, custom_ops=graphs)
 
 
-@pytest.mark.parametrize("graphs", [["encoder"], ["step", "ranker"], ["encoder", "ranker", "decoder"]])
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        ["encoder"],
+        ["step", "ranker", "explainer"],
+        ["encoder", "step", "ranker"],
+        ["encoder", "ranker", "explainer", "decoder"],
+    ],
+)
 def test_a_graph_too_few_or_unknown_is_named_and_nothing_is_written(tmp_path: Path, graphs: list[str]) -> None:
     def match_files(staging: Path) -> None:
         for path in staging.glob("*.onnx"):
@@ -129,7 +138,9 @@ def test_a_graph_too_few_or_unknown_is_named_and_nothing_is_written(tmp_path: Pa
         for graph in graphs:
             (staging / f"{graph}.onnx").touch()
 
-    with pytest.raises(BundleError, match=f"names the graphs {', '.join(graphs)}; accepted: encoder, ranker and"):
+    with pytest.raises(
+        BundleError, match=f"names the graphs {', '.join(graphs)}; accepted: encoder, ranker, explainer and"
+    ):
         stand_ins.write(tmp_path, custom_ops=dict.fromkeys(graphs, ()), change=match_files)
     assert list(tmp_path.iterdir()) == []
 
@@ -244,7 +255,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], Any], sign: boo
     (bundle / MANIFEST).write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("version", [0, 2, 4, "3", None])
+@pytest.mark.parametrize("version", [0, 3, 5, "4", None])
 def test_a_bundle_of_another_format_says_which_one_is_read(bundle: Path, version: Any) -> None:
     edit_manifest(bundle, lambda document: document.update(format_version=version))
     assert f"{MANIFEST} is of format {version}, this version reads {FORMAT_VERSION}" in complaint(bundle)

@@ -27,10 +27,14 @@ from model.filtering import (
     observation_precision,
     pointwise_attention,
     sandwich,
+    sandwich_weights,
+    shares,
     update,
 )
 from model.hstu import HSTU, time_buckets
+from model.onnx import export
 from model.onnx.export import export_graphs
+from model.onnx.functions import EmittedSteps, attach_bodies
 from model.scoring import Scores
 from tests import reference
 from tests.model.adapter import hstu_params, hstu_states, perturbed_model, random_rows, small_config
@@ -135,6 +139,25 @@ def test_pointwise_attention_equals_the_reference(dtype: torch.dtype, tol: float
     found = pointwise_attention(inputs.query, inputs.key, inputs.bias, inputs.visible, 50.0)
     equal = inputs._replace(neighbour_precision=torch.full_like(inputs.neighbour_precision, 0.7))
     assert_close(found, reference_field(equal, 50.0).weights, tol)
+
+
+@pytest.mark.parametrize(("dtype", "limit", "tol"), PRECISIONS)
+@few_cases
+@given(shape=shapes, mask=masks, depth=st.sampled_from([0.0, 20.0]))
+def test_the_shares_of_the_sandwich_s_weights_equal_the_reference(
+    dtype: torch.dtype, limit: float, tol: float, shape: Shape, mask: str, depth: float
+) -> None:
+    inputs = draw_inputs(shape, mask, dtype, limit)
+    inputs = inputs._replace(bias=inputs.bias - depth)
+    found = shares(
+        sandwich_weights(inputs.query, inputs.key, inputs.bias, inputs.neighbour_precision, inputs.visible, 50.0)
+    )
+    weights = np.abs(reference_field(inputs, 50.0).weights)
+    total = weights.sum(-1, keepdims=True)
+    expected = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    heard = sandwich(*inputs[:6], 50.0).effective_sample_size > 0
+    assert_close(found[heard], expected[heard.numpy()], tol)
+    assert (found[~heard] == 0).all()
 
 
 def test_weights_of_both_signs_by_hand() -> None:
@@ -700,7 +723,8 @@ def test_the_exported_graphs_equal_torch_and_the_reference(is_filtering: bool, t
     model = perturbed(50, filtering=is_filtering)
     said = export_graphs(model, tmp_path, 1.3)
     steps = ("KalmanUpdate", "SandwichAttention") if is_filtering else ()
-    assert said.custom_ops == {"encoder": steps, "step": steps, "ranker": ("GaussianTopK",)}
+    expected_ops = {"encoder": steps, "step": steps, "ranker": ("GaussianTopK",), "explainer": steps}
+    assert said.custom_ops == expected_ops
 
     session = onnxruntime.InferenceSession(tmp_path / "encoder.onnx", providers=["CPUExecutionProvider"])
     rows = draw_rows(51, 5, MAX_LEN + 1)
@@ -730,3 +754,20 @@ def test_the_exported_graphs_equal_torch_and_the_reference(is_filtering: bool, t
     tables = [to_array(x) for x in ranker.graph.initializer if list(x.dims) == list(model.item_embedding.weight.shape)]
     assert len(tables) == 1
     assert_close(np.linalg.norm(tables[0], axis=1), np.ones(len(tables[0])), FLOAT32_TOL)
+
+
+@torch.no_grad()
+def test_onnx_runtime_tells_neighbours_apart_that_are_hardly_heard(tmp_path: Path) -> None:
+    model = perturbed(52)
+    for layer in model.layers:
+        layer.position_bias -= 18  # type: ignore[operator]
+    rows = tensors(draw_rows(53, 3, MAX_LEN + 1), torch.float32)
+    graph = export._export(export.ExplainerGraph(model, EmittedSteps()), export._explainer_signature(), "explainer")
+    attach_bodies(graph)
+    onnx.save_model(graph, tmp_path / "explainer.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "explainer.onnx", providers=["CPUExecutionProvider"])
+
+    feeds = dict(zip(("items", "weights", "timestamps"), (part.numpy() for part in rows), strict=True))
+    (found,) = session.run(["kriging_weight"], feeds)
+
+    assert_close(found, model.reasons(*rows).kriging_weight, FLOAT32_TOL)

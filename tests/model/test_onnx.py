@@ -42,7 +42,7 @@ NUM_ITEMS = 12
 COUNTS = torch.tensor([0, 1, 2, 3, 5, 8, 40, 300, 1, 2000, 7, 9])
 MAX_LEN = 6
 TEMPERATURE = 1.3
-GRAPHS = ("encoder", "step", "ranker")
+GRAPHS = ("encoder", "step", "ranker", "explainer")
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -102,6 +102,8 @@ def test_each_filtering_step_is_one_node_with_one_body(on: Exported) -> None:
         "encoder": steps,
         "step": steps,
         "ranker": {"GaussianTopK": 1},
+        # What the last layer does with whom it heard is not asked.
+        "explainer": dict.fromkeys(steps, layers - 1),
     }
     for graph, nodes in expected.items():
         proto = on.proto(graph)
@@ -112,8 +114,8 @@ def test_each_filtering_step_is_one_node_with_one_body(on: Exported) -> None:
 
 
 def test_the_plain_encoder_has_no_node_of_ours(off: Exported) -> None:
-    assert off.said.custom_ops == {"encoder": (), "step": (), "ranker": ("GaussianTopK",)}
-    for graph in ("encoder", "step"):
+    assert off.said.custom_ops == {"encoder": (), "step": (), "ranker": ("GaussianTopK",), "explainer": ()}
+    for graph in ("encoder", "step", "explainer"):
         proto = off.proto(graph)
         assert [node.op_type for node in proto.graph.node if node.domain == DOMAIN] == []
         assert list(proto.functions) == []
@@ -132,7 +134,7 @@ def test_weights_lie_beside_the_graph_and_not_in_it(exported: Exported, graph: s
     assert {path.name for path in exported.folder.iterdir()} == {*(f"{name}.onnx" for name in GRAPHS), WEIGHTS}
 
 
-def test_the_three_graphs_share_the_torch_model_s_item_table(exported: Exported) -> None:
+def test_the_graphs_share_the_torch_model_s_item_table(exported: Exported) -> None:
     table = exported.model.item_embedding.weight.detach().numpy().tobytes()
     content = (exported.folder / WEIGHTS).read_bytes()
     assert content.count(table) == 1
@@ -178,7 +180,7 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
 
     width = exported.model.config.width
     layers, heads = exported.model.config.num_layers, exported.model.config.num_heads
-    encoder, step, ranker = (exported.proto(graph).graph for graph in GRAPHS)
+    encoder, step, ranker, explainer = (exported.proto(graph).graph for graph in GRAPHS)
     grid = ["batch", "time"]
 
     def cache(prefix: str, positions: str) -> dict[str, list[str | int]]:
@@ -197,6 +199,8 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
         "past_timestamps": ["batch", "past"],
         "past_length": ["batch"],
     }
+    assert axes(explainer.input) == axes(encoder.input)
+    assert axes(explainer.output) == {"kriging_weight": grid, "precision": grid}
     assert axes(ranker.input) == {
         "mean": ["batch", width],
         "precision": ["batch", width],

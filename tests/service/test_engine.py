@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.bundle import ENCODER, RANKER, STEP, BundleError, open_bundle
+from model.bundle import ENCODER, EXPLAINER, RANKER, STEP, BundleError, open_bundle
 from model.config import BOS, FIRST_ITEM, PAD
 from model.registry import resolve
 from service import engine as engine_module
@@ -62,6 +62,22 @@ def test_rows_of_all_lengths_encode_in_a_batch_as_they_do_alone_and_as_in_torch(
         for found in (state, alone):
             np.testing.assert_allclose(found.mean, expected.mean[0, -1], rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(np.log(found.precision), expected.precision[0, -1].log(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_all_lengths_are_explained_in_a_batch_as_they_are_alone_and_as_in_torch(engine: Engine) -> None:
+    rows = [row(*range(length)) for length in range(MAX_LEN + 1)]
+
+    together = engine.run_rows(EXPLAINER, rows)
+
+    model = tiny_model()
+    for one, heard in zip(rows, together, strict=True):
+        alone = engine.run_rows(EXPLAINER, [one])[0]
+        with torch.no_grad():
+            history = (torch.from_numpy(part[None]) for part in (one.items, one.weights, one.timestamps))
+            expected = model.reasons(*history)
+        for found in (heard, alone):
+            assert_close(found.kriging_weight, expected.kriging_weight[0], FLOAT32_TOL, "kriging weight")
+            assert_precision_close(found.precision, expected.precision[0], FLOAT32_TOL)
 
 
 def cut(whole: EncoderRow, start: int, end: int) -> EncoderRow:
@@ -174,6 +190,7 @@ def test_warming_runs_every_graph(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
     # Nine positions in all: one or eight of them new, one to eight cached, in a bucket of eight.
     for batch in (1, 4):
         assert {(ENCODER, (batch, 8), 0), (ENCODER, (batch, 9), 0), (RANKER, (batch, 16), 0)} <= seen
+        assert {(EXPLAINER, (batch, 8), 0), (EXPLAINER, (batch, 9), 0)} <= seen
         assert {(STEP, (batch, events), 8) for events in (1, 2, 4, 8)} <= seen
 
 
@@ -262,6 +279,20 @@ async def test_a_score_that_is_no_number_is_an_error_and_not_an_answer(tiny: Pat
     await engine.close()
     with pytest.raises(EngineStopped):
         await engine.encode(row(), unhurried("test", 60))
+
+
+@pytest.mark.anyio
+async def test_a_weight_that_is_no_number_is_an_error_and_not_an_answer(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(open_bundle(resolve(tiny)), Settings(bundle=tiny, threads=1), Metrics())
+    broken = {name: np.full((1, 8), np.nan, np.float32) for name in ("kriging_weight", "precision")}
+    monkeypatch.setattr(engine, "run", lambda graph, feeds: broken)
+    engine.start()
+
+    with pytest.raises(InferenceFailed, match="no numbers"):
+        await engine.explain(row(1), unhurried("test", 60))
+    await engine.close()
 
 
 # ---- parity ----------------------------------------------------------------------------------------------

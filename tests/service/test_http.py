@@ -255,6 +255,39 @@ def test_a_session_is_not_the_user_of_the_same_name(server: Server) -> None:
     assert server.recommend(user_id="twin")["num_events"] == 0
 
 
+@torch.no_grad()
+def test_on_request_an_answer_says_which_events_carried_it(server: Server, model: Any) -> None:
+    new = {"user_id": "why", "item_id": "brand-new", "timestamp": T0}
+    server.append(new, view("why", 3, 1), view("why", 250, 2))
+    expected = model.reasons(torch.tensor([[BOS, UNK, 3 + FIRST_ITEM, 250 + FIRST_ITEM]]), torch.ones(1, 4))
+    weights, precisions = expected.kriging_weight[0], expected.precision[0]
+    order = (1 + weights[1:].argsort(descending=True)).tolist()
+
+    asked = {"user_id": "why", "num_results": 3}
+    plain, explained = server.recommend(**asked), server.recommend(**asked, explain=True)
+    batch = server.client.post("/v1/recommendations/batch", json={"requests": [asked, {**asked, "explain": True}]})
+    page = server.client.post(f"/v1/recommendations/{plain['recommendation_id']}/next", json={"explain": True})
+    ranked = server.client.post("/v1/rankings", json={"user_id": "why", "candidate_item_ids": ["x"], "explain": True})
+
+    found = explained["explanation"]
+    ids = ["BOS", "brand-new", ITEM_IDS[3], ITEM_IDS[250]]
+    assert [(reason["item_id"], reason["timestamp"]) for reason in found["reasons"]] == [
+        (ids[place], T0 + place - 1) for place in order
+    ]
+    np.testing.assert_allclose(
+        [(reason["kriging_weight"], reason["precision"]) for reason in found["reasons"]],
+        [(weights[place].item(), precisions[place].item()) for place in order],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    assert found["prior_weight"] == pytest.approx(weights[0].item(), abs=1e-5)
+    assert (explained["items"], plain["explanation"]) == (plain["items"], None)
+    assert [result["body"]["explanation"] for result in batch.json()["results"]] == [None, found]
+    assert (page.json()["explanation"], ranked.json()["explanation"]) == (found, found)
+    nobody = server.recommend(user_id="why-not", explain=True)
+    assert nobody["explanation"] == {"reasons": [], "prior_weight": 1.0}
+
+
 def test_every_answer_names_the_model_and_its_calibration(server: Server, tiny: Path) -> None:
     answer = server.recommend(user_id="who")
 
@@ -532,6 +565,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half a surrogate": ({"user_id": "\ud800"}, "user_id"),
     "a negative weight": ({"history": [{"item_id": "a", "weight": -1}]}, "history.0.weight"),
     "a far timestamp": ({"history": [{"item_id": "a", "timestamp": T0 * 1000}]}, "history.0.timestamp"),
+    "reasons by name": ({"user_id": "a", "explain": "yes"}, "explain"),
     "a huge number": ({"user_id": "a", "min_confidence": 10**300}, "min_confidence"),
 }
 

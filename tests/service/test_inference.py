@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from model.bundle import ENCODER, RANKER, STEP, Bundle, open_bundle
+from model.bundle import ENCODER, EXPLAINER, GRAPHS, RANKER, STEP, Bundle, open_bundle
 from model.config import BOS, FIRST_ITEM
 from model.registry import resolve
 from service.context import unhurried
@@ -96,7 +96,7 @@ def test_the_server_tells_its_name_and_that_it_is_ready(server: Server) -> None:
     assert server.client.get("/v2/health/ready").json() == {"live": True, "ready": True}
 
 
-@pytest.mark.parametrize("graph", [ENCODER, STEP, RANKER])
+@pytest.mark.parametrize("graph", GRAPHS)
 def test_a_model_tells_its_tensors_as_its_graph_has_them(server: Server, bundle: Bundle, graph: str) -> None:
     expected = session(bundle, graph)
     names = {"tensor(int64)": "INT64", "tensor(float)": "FP32", "tensor(double)": "FP64"}
@@ -158,7 +158,7 @@ def test_every_graph_answers_what_onnx_runtime_does(server: Server, bundle: Bund
             # The number of threads may differ, and with it the order of sums.
             np.testing.assert_allclose(array(output), finite, rtol=1e-5, atol=1e-5, err_msg=output["name"])
         asked.add(case.graph)
-    assert asked == {ENCODER, STEP, RANKER}
+    assert asked == set(GRAPHS)
 
 
 def test_encoder_step_and_ranker_make_the_list_of_the_api(server: Server) -> None:
@@ -266,6 +266,11 @@ def test_what_the_encoder_cannot_read_is_refused_by_name(
 
     assert word in body["detail"]
     assert body["errors"][0]["field"].startswith("inputs")
+
+
+def test_the_explainer_reads_what_the_encoder_does(server: Server) -> None:
+    assert infer(server, EXPLAINER, *history(5)).status_code == 200
+    assert f"0 to {LAST}" in refused(infer(server, EXPLAINER, *history(LAST + 1)))["detail"]
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity"])

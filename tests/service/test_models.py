@@ -425,6 +425,7 @@ FILES = [
     "encoder.onnx",
     "step.onnx",
     "ranker.onnx",
+    "explainer.onnx",
     "model.safetensors",
     "items.parquet",
     "calibration.json",

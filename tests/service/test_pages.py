@@ -304,6 +304,7 @@ async def stored(url: str, recommendation_id: str) -> Slate:
 async def test_a_told_history_is_stored_cut_to_the_window(server: Server, url: str) -> None:
     events = [{"item_id": f"new-{n}", "timestamp": T0 + n, "weight": 2.0} for n in range(3 * MAX_LEN)]
     answer = server.recommend(history=events[::-1])
+    turn(server, answer, 1)  # waits for the list, which is kept behind the answer
 
     slate = await stored(url, answer["recommendation_id"])
 

@@ -277,7 +277,7 @@ def test_a_damaged_file_stops_the_start_and_is_named(tiny: Path, tmp_path: Path)
     assert_cannot_start(run_here("check", "--bundle", bundle), str(bundle), "model.safetensors")
 
 
-@pytest.mark.parametrize("graph", ["encoder", "step", "ranker"])
+@pytest.mark.parametrize("graph", ["encoder", "step", "ranker", "explainer"])
 def test_a_graph_that_is_no_graph_stops_the_start_and_is_named(tiny: Path, tmp_path: Path, graph: str) -> None:
     bundle = variant(tiny, tmp_path, lambda staging: (staging / f"{graph}.onnx").write_bytes(b"no graph"))
 
@@ -312,7 +312,7 @@ def test_check_reports_error_ops_and_provider_as_json(tiny: Path) -> None:
     assert 0 <= report["max_error"] <= report["tolerance"] == 1e-5
     assert report["provider"] == "CPUExecutionProvider"
     assert report["custom_ops"] == {graph: list(ops) for graph, ops in manifest.custom_ops.items()}
-    for graph in ("encoder", "step"):
+    for graph in ("encoder", "step", "explainer"):
         assert {"KrigingAttention", "KalmanUpdate"} <= set(report["custom_ops"][graph])
 
 

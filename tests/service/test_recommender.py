@@ -11,7 +11,7 @@ from model.config import BOS, FIRST_ITEM
 from model.registry import resolve
 from service import recommender as recommender_module
 from service.context import RequestContext, unhurried
-from service.engine import EncoderRow, RankerRow, Ranking, StepRow
+from service.engine import EncoderRow, Heard, RankerRow, Ranking, StepRow
 from service.filtered import State
 from service.recommender import Recommender, Subjects
 from service.schemas import RecommendationRequest
@@ -42,6 +42,9 @@ class RecordingEngine:
     async def rank(self, row: RankerRow, request: RequestContext) -> Ranking:
         nothing = np.empty(0)
         return Ranking(nothing.astype(np.int64), nothing, nothing, nothing, nothing, 0.0, 1.0)
+
+    async def explain(self, row: EncoderRow, request: RequestContext) -> Heard:
+        raise AssertionError("nobody asked for reasons")
 
 
 async def encoded(tiny: Path, asked: dict[str, object], events: list[Event]) -> EncoderRow:

@@ -13,7 +13,7 @@ from model.bundle import ENCODER, Bundle, open_bundle
 from model.config import BOS
 from model.registry import resolve
 from service.context import RequestContext, unhurried
-from service.engine import EncoderRow, Engine, RankerRow, Ranking, StepRow
+from service.engine import EncoderRow, Engine, Heard, RankerRow, Ranking, StepRow
 from service.filtered import State
 from service.recommender import Recommender, Subjects
 from service.schemas import RecommendationRequest
@@ -51,6 +51,10 @@ class WatchedEngine:
         self.graphs.append("ranker")
         self.states[request.request_id] = row.state
         return await self.engine.rank(row, request)
+
+    async def explain(self, row: EncoderRow, request: RequestContext) -> Heard:
+        self.graphs.append("explainer")
+        return await self.engine.explain(row, request)
 
 
 class Asked(NamedTuple):
