@@ -7,8 +7,12 @@ from contextlib import contextmanager
 
 from service.errors import Overloaded
 
-HEADROOM = 0.7
-"""Share of the time until the deadline that the estimate may fill: half of all requests take longer than estimated."""
+BURST_HEADROOM, STANDING_HEADROOM = 0.9, 0.5
+"""Share of the time until the deadline that the estimate may fill. Half of all requests take longer than estimated, and
+while a queue stands one of many comes too late; but a burst is over before that, and to refuse it would help nobody."""
+CROWD = 4
+"""Requests inside from which on they are what makes each other wait. Fewer wait for round trips and threads, which more
+would share: their pace says nothing about how many could be answered."""
 _SMOOTHING = 0.02
 """Weight of the newest request in the running mean."""
 
@@ -17,8 +21,8 @@ class Admission:
     """Estimates how long a request would take, from how many are worked on.
 
     By Little's law a process that finishes one request every s seconds, with n of them inside, answers a further one
-    after (n + 1)·s. s is the running mean of the time between two finished requests, counted only while there was
-    something to do. It covers whatever they wait for: the event loop, the graphs, the store.
+    after (n + 1)·s. s is the running mean of the time between two finished requests, of which a crowd was inside. It
+    covers whatever they wait for: the event loop, the graphs, the store.
 
     Args:
         clock: seconds, never going back.
@@ -27,13 +31,15 @@ class Admission:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_inside = 0
-        self._busy_since = 0.0
-        """When the last request was finished, or the first of those inside came in."""
-        self._seconds_per_request = 0.0
+        self._crowded_since = 0.0
+        """When the crowd formed that is inside."""
+        self._last_finish = 0.0
+        """When a request of that crowd was finished, or else it formed."""
+        self._seconds_per_request: float | None = None
 
     def estimated_s(self) -> float:
-        """Seconds until a request that comes now would be answered."""
-        return (self._num_inside + 1) * self._seconds_per_request
+        """Seconds until a request that comes now would be answered; 0 before anything is known."""
+        return (self._num_inside + 1) * (self._seconds_per_request or 0.0)
 
     @contextmanager
     def let_in(self, remaining_s: float) -> Iterator[None]:
@@ -43,25 +49,32 @@ class Admission:
             remaining_s: until its deadline.
 
         Raises:
-            Overloaded: it would not be answered in time. One that would be alone is always let in.
+            Overloaded: it would not be answered in time. Without a crowd inside everybody is let in.
         """
-        if self._num_inside == 0:
-            self._busy_since = self._clock()
-        elif (estimated_s := self.estimated_s()) > HEADROOM * remaining_s:
+        if self._num_inside >= CROWD:
+            self._refuse_late(remaining_s)
+        self._num_inside += 1
+        if self._num_inside == CROWD:
+            self._crowded_since = self._last_finish = self._clock()
+        try:
+            yield
+        finally:
+            if self._num_inside >= CROWD:
+                self._on_finish()
+            self._num_inside -= 1
+
+    def _refuse_late(self, remaining_s: float) -> None:
+        estimated_s = self.estimated_s()
+        is_burst = self._clock() - self._crowded_since < remaining_s
+        if estimated_s > remaining_s * (BURST_HEADROOM if is_burst else STANDING_HEADROOM):
             raise Overloaded(
                 f"{self._num_inside} requests are being worked on, an answer would take about "
                 f"{1000 * estimated_s:.0f} ms",
                 retry_after_s=max(1, math.ceil(estimated_s)),
             )
-        self._num_inside += 1
-        try:
-            yield
-        finally:
-            self._num_inside -= 1
-            self._on_finish()
 
     def _on_finish(self) -> None:
         now = self._clock()
-        newest, self._busy_since = now - self._busy_since, now
-        before = self._seconds_per_request or newest
+        newest, self._last_finish = now - self._last_finish, now
+        before = newest if self._seconds_per_request is None else self._seconds_per_request
         self._seconds_per_request = before + _SMOOTHING * (newest - before)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import ipaddress
 import logging
 import signal
@@ -45,6 +46,7 @@ async def serve(settings: Settings) -> None:
             _listening(app, public, settings, stop) as server,
         ):
             addresses = {"public": public, "operations": operations, "admin": admin}
+            _spare_the_collector()
             logger.info("serving", extra={name: _address(listener) for name, listener in addresses.items()})
             await stop.wait()
             life.drain()
@@ -71,6 +73,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _spare_the_collector() -> None:
+    """Take what was built at the start out of the garbage collector's sight: it lives as long as the process, and to
+    look through it stops all requests for a tenth of a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 class _Stop:

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from service.admission import HEADROOM, Admission
+from service.admission import BURST_HEADROOM, CROWD, STANDING_HEADROOM, Admission
 from service.errors import Overloaded
 
 PATIENT_S = 1000.0
@@ -18,76 +18,116 @@ class Clock:
         return self.now_s
 
 
-def busy(clock: Clock, seconds_each: float, num_inside: int) -> tuple[Admission, ExitStack]:
-    """After 400 requests of so many seconds each, one after the other, with so many inside."""
-    admission, inside = Admission(clock), ExitStack()
+def enter(admission: Admission, number: int, remaining_s: float = PATIENT_S) -> list[ExitStack]:
+    """So many requests inside, each to be finished by itself."""
+    inside = []
+    for _ in range(number):
+        inside.append(request := ExitStack())
+        request.enter_context(admission.let_in(remaining_s))
+    return inside
+
+
+def busy(clock: Clock, seconds_each: float, num_inside: int) -> tuple[Admission, list[ExitStack]]:
+    """After 400 requests, one finished every so many seconds, with so many inside all the time."""
+    admission = Admission(clock)
+    inside = enter(admission, num_inside)
     for _ in range(400):
-        with admission.let_in(PATIENT_S):
-            clock.now_s += seconds_each
-    for _ in range(num_inside):
-        inside.enter_context(admission.let_in(PATIENT_S))
+        clock.now_s += seconds_each
+        inside.pop(0).close()
+        inside += enter(admission, 1)
     return admission, inside
 
 
 def test_a_request_is_refused_when_those_before_it_would_take_too_long() -> None:
-    admission, inside = busy(Clock(), seconds_each=0.01, num_inside=9)
-    with inside:
-        # Ten requests of 10 ms: 100 ms.
-        with pytest.raises(Overloaded, match="9 requests are being worked on, an answer would take about 100 ms"):
-            inside.enter_context(admission.let_in(0.09 / HEADROOM))
-        with admission.let_in(0.11 / HEADROOM):
-            pass
+    admission, _inside = busy(Clock(), seconds_each=0.01, num_inside=9)
+    # Ten requests of 10 ms: 100 ms.
+    with pytest.raises(Overloaded, match="9 requests are being worked on, an answer would take about 100 ms"):
+        enter(admission, 1, remaining_s=0.09 / STANDING_HEADROOM)
+    enter(admission, 1, remaining_s=0.11 / STANDING_HEADROOM)
+
+
+def test_a_burst_may_fill_more_of_the_time_than_a_queue_that_stands() -> None:
+    clock = Clock()
+    admission, inside = busy(clock, seconds_each=0.01, num_inside=9)
+    for request in inside[CROWD - 1 :]:
+        request.close()
+    # The crowd is gone, and a new one forms within an instant; what was learned of it stays.
+    burst = enter(admission, 9 - len(inside[: CROWD - 1]))
+    seconds = admission.estimated_s()
+    enter(admission, 1, remaining_s=1.01 * seconds / BURST_HEADROOM)
+    with pytest.raises(Overloaded):
+        enter(admission, 1, remaining_s=0.99 * seconds / BURST_HEADROOM)
+    clock.now_s += 1.0
+    with pytest.raises(Overloaded):
+        enter(admission, 1, remaining_s=0.99 * seconds / STANDING_HEADROOM)
+    assert len(burst) == 6
 
 
 def test_a_refusal_says_when_to_come_back() -> None:
-    admission, inside = busy(Clock(), seconds_each=0.5, num_inside=4)
-    with inside, pytest.raises(Overloaded) as refused:
-        inside.enter_context(admission.let_in(1.0))
+    admission, _inside = busy(Clock(), seconds_each=0.5, num_inside=4)
+    with pytest.raises(Overloaded) as refused:
+        enter(admission, 1, remaining_s=1.0)
     # Five requests of half a second.
     assert refused.value.retry_after_s == 3
 
 
-def test_a_request_that_would_be_alone_is_let_in_however_slow_the_ones_before_were() -> None:
-    admission, _ = busy(Clock(), seconds_each=60.0, num_inside=0)
-    with admission.let_in(0.001):
-        pass
+def test_without_a_crowd_everybody_is_let_in_however_slow_the_ones_before_were() -> None:
+    clock = Clock()
+    admission = Admission(clock)
+    for _ in range(10):
+        crowd = enter(admission, 2 * CROWD)
+        clock.now_s += 60.0
+        for request in crowd:
+            request.close()
+    _inside = enter(admission, CROWD, remaining_s=0.001)
+    with pytest.raises(Overloaded):
+        enter(admission, 1, remaining_s=0.001)
 
 
 def test_nothing_is_refused_before_anything_is_known() -> None:
-    admission = Admission(Clock())
-    with ExitStack() as inside:
-        for _ in range(100):
-            inside.enter_context(admission.let_in(0.001))
+    enter(Admission(Clock()), 100, remaining_s=0.001)
+
+
+def test_requests_one_after_the_other_say_nothing_about_many_at_once() -> None:
+    clock = Clock()
+    admission = Admission(clock)
+    for _ in range(400):
+        (alone,) = enter(admission, 1)
+        clock.now_s += 0.05
+        alone.close()
+    enter(admission, 100, remaining_s=0.1)
 
 
 def test_idle_time_makes_no_request_look_slow() -> None:
     clock = Clock()
-    admission, _ = busy(clock, seconds_each=0.01, num_inside=0)
+    admission = Admission(clock)
     for _ in range(400):
         clock.now_s += 30.0
-        with admission.let_in(PATIENT_S):
-            clock.now_s += 0.01
+        crowd = enter(admission, CROWD)
+        clock.now_s += 0.01
+        crowd[0].close()
+        for request in crowd[1:]:
+            request.close()
     assert admission.estimated_s() == pytest.approx(0.01)
 
 
 def test_requests_that_finish_together_count_as_many() -> None:
     clock = Clock()
     admission = Admission(clock)
+    waiting = enter(admission, CROWD)
     for _ in range(200):
-        with ExitStack() as batch:
-            for _ in range(8):
-                batch.enter_context(admission.let_in(PATIENT_S))
-            clock.now_s += 0.04
-    # Eight in 40 ms: 5 ms each, within what the newest of a running mean weigh.
-    assert admission.estimated_s() == pytest.approx(0.005, rel=0.1)
+        batch = enter(admission, 8)
+        clock.now_s += 0.04
+        for request in batch:
+            request.close()
+    # Eight in 40 ms: 5 ms each, within what the newest of a running mean weigh; the crowd is inside all the time.
+    assert admission.estimated_s() == pytest.approx((len(waiting) + 1) * 0.005, rel=0.1)
 
 
 def test_a_refused_request_is_not_inside() -> None:
-    clock = Clock()
-    admission, inside = busy(clock, seconds_each=0.1, num_inside=2)
+    admission, _inside = busy(Clock(), seconds_each=0.1, num_inside=CROWD)
     before_s = admission.estimated_s()
     for _ in range(50):
         with pytest.raises(Overloaded):
-            inside.enter_context(admission.let_in(0.1))
+            enter(admission, 1, remaining_s=0.1)
     assert admission.estimated_s() == before_s
-    inside.close()
