@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -21,6 +22,8 @@ from service.lifecycle import Life
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
 
 
 async def serve(settings: Settings) -> None:
@@ -46,7 +49,7 @@ async def serve(settings: Settings) -> None:
             _listening(app, public, settings, stop) as server,
         ):
             addresses = {"public": public, "operations": operations, "admin": admin}
-            _spare_the_collector()
+            _tune_the_interpreter()
             logger.info("serving", extra={name: _address(listener) for name, listener in addresses.items()})
             await stop.wait()
             life.drain()
@@ -75,11 +78,15 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _spare_the_collector() -> None:
-    """Take what was built at the start out of the garbage collector's sight: it lives as long as the process, and to
-    look through it stops all requests for a tenth of a second each time."""
+def _tune_the_interpreter() -> None:
+    """Shorten what a request may wait for in Python itself."""
+    # What was built at the start lives as long as the process; to look through it again stops all requests for a tenth
+    # of a second.
     gc.collect()
     gc.freeze()
+    # The event loop and the inference thread hand the interpreter to each other at every batch. With Python's 5 ms an
+    # answer took a sixth longer at 200 requests a second.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 class _Stop:
