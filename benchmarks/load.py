@@ -5,7 +5,8 @@
 Service, Valkey and this driver share the machine. Arrivals are open-loop: a Poisson clock sends each request when its
 time has come, whether or not earlier ones were answered, and latency counts from that time (waiting for a connection
 included), in an HDR histogram. A rate passes when p90 ≤ 50 ms, p99 ≤ 100 ms and every answer is 200; the highest rate
-is bracketed by doubling, then bisected, and counts only if a longer run confirms it.
+is bracketed by doubling, then bisected, and counts only if a longer run confirms it. Requests have a deadline of twice
+the p99 (BFT_REQUEST_TIMEOUT_MS), which the service admits by. Under overload the first seconds are not counted.
 
 Users have 50 events and are asked for in random order; `event_share` of the requests append an event instead, so that
 states go out of date as they do in use. The rival (benchmarks/rival_service.py) is a plain FastAPI and torch SASRec of
@@ -44,6 +45,9 @@ from service.states.interface import StoreLimits, Subject
 HISTORY = 50
 NUM_RESULTS = 25
 P90_MS, P99_MS = 50.0, 100.0
+DEADLINE_MS = 2 * P99_MS
+SETTLE_S = 2.0
+"""Of a run under overload, until it is the usual state of things."""
 START_RATE = 25.0
 BISECTIONS = 4
 CONFIRM_FACTOR = 3
@@ -88,7 +92,8 @@ def main() -> None:
     parser.add_argument("--skip-rival", action="store_true", help="measure our service alone")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report(arguments, uvloop.run(measure(arguments, Path(folder))))
+        results = uvloop.run(measure(arguments, Path(folder)))
+    report(arguments, [row("events in a history", HISTORY), row("items in a list", NUM_RESULTS), *results])
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -98,7 +103,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
     results: list[dict[str, Any]] = []
     with ValkeyServer() as valkey:
         url = valkey.connection_url
-        settings = {"REDIS_URL": url, "THREADS": arguments.threads, "REQUEST_TIMEOUT_MS": int(P99_MS)}
+        settings = {"REDIS_URL": url, "THREADS": arguments.threads, "REQUEST_TIMEOUT_MS": int(DEADLINE_MS)}
         with service(bundle, folder / "service.log", **settings) as ours:
             await fill(ours, users, arguments.items)
             best, results = await in_time(ours, users, arguments)
@@ -137,11 +142,11 @@ def rival_calls(users: list[str], num_items: int, event_share: float) -> Iterato
             yield Call("POST", "/recommendations", {"user_id": user, "num_results": NUM_RESULTS})
 
 
-def exports(users: list[str]) -> Iterator[Call]:
-    """Reads of the stored state, without any model."""
+def calls_without_model(users: list[str]) -> Iterator[Call]:
+    """Rankings of an item that the catalogue lacks: the user's state is read, and no graph runs."""
     draw = random.Random(2)
     while True:
-        yield Call("GET", f"/v1/users/{draw.choice(users)}")
+        yield Call("POST", "/v1/rankings", {"user_id": draw.choice(users), "candidate_item_ids": ["unheard-of"]})
 
 
 async def fill(ours: Process, users: list[str], num_items: int) -> None:
@@ -172,10 +177,10 @@ PATIENT = {"X-Request-Timeout-Ms": "60000"}
 # --- the driver ---------------------------------------------------------------------------------------------
 
 
-async def drive(url: str, calls: Iterator[Call], rate: float, seconds: float) -> Run:
-    """Send requests by a Poisson clock and wait for every answer."""
-    run, pending = Run(rate), set()
-    gaps = np.random.default_rng(3).exponential(1 / rate, size=max(1, round(rate * seconds)))
+async def drive(url: str, calls: Iterator[Call], rate: float, seconds: float, settle_s: float = 0.0) -> Run:
+    """Send requests by a Poisson clock and wait for every answer; what is due before `settle_s` is not counted."""
+    run, uncounted, pending = Run(rate), Run(rate), set()
+    gaps = np.random.default_rng(3).exponential(1 / rate, size=max(1, round(rate * (settle_s + seconds))))
     timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as client:
         begun = time.perf_counter()
@@ -183,7 +188,7 @@ async def drive(url: str, calls: Iterator[Call], rate: float, seconds: float) ->
             wait = begun + due - time.perf_counter()
             # A late clock sends at once; the request's latency counts from when it was due all the same.
             await asyncio.sleep(max(0.0, wait))
-            task = asyncio.create_task(send(client, next(calls), begun + due, run))
+            task = asyncio.create_task(send(client, next(calls), begun + due, run if due >= settle_s else uncounted))
             pending.add(task)
             task.add_done_callback(pending.discard)
         await asyncio.gather(*pending)
@@ -254,7 +259,7 @@ async def overloaded(
     calls = mixed_calls(users, arguments.items, arguments.event_share)
     await drive(ours.url, calls, rate, arguments.seconds)
     before_mib, refused_before = ours.resident_mib(), refusals(ours)
-    run = await drive(ours.url, calls, rate, arguments.seconds * CONFIRM_FACTOR)
+    run = await drive(ours.url, calls, rate, arguments.seconds * CONFIRM_FACTOR, SETTLE_S)
     growth_mib = ours.resident_mib() - before_mib
     note(f"  {rate:6.0f}/s: p90 {run.ms(90)} ms, p99 {run.ms(99)} ms, answers {dict(run.statuses)}")
     handled_ms = slowest_ms({le: count - refused_before.get(le, 0.0) for le, count in refusals(ours).items()}, 0.99)
@@ -291,10 +296,13 @@ def slowest_ms(counts: dict[float, float], share: float) -> float | None:
 
 
 async def without_model(ours: Process, users: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    note("reads of the stored state without a model")
-    run = await drive(ours.url, exports(users), 800.0, arguments.seconds)
+    note("requests that read the state and ask no model, 800/s")
+    run = await drive(ours.url, calls_without_model(users), 800.0, arguments.seconds * CONFIRM_FACTOR)
     ok = set(run.statuses) == {200}
-    return [row("state reads over HTTP at 800/s: p90, ms", run.ms(90), "≤ 5", ok and run.ms(90) <= 5.0)]
+    return [
+        row("without a model, at 800/s: p90, ms", run.ms(90), "≤ 5", ok and run.ms(90) <= 5.0),
+        row("without a model, at 800/s: answers", dict(run.statuses)),
+    ]
 
 
 async def state_reads(url: str, bundle: Path, users: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:

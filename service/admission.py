@@ -7,14 +7,17 @@ from contextlib import contextmanager
 
 from service.errors import Overloaded
 
-BURST_HEADROOM, STANDING_HEADROOM = 0.9, 0.5
-"""Share of the time until the deadline that the estimate may fill. Half of all requests take longer than estimated, and
-while a queue stands one of many comes too late; but a burst is over before that, and to refuse it would help nobody."""
+PATIENCE, IMPATIENCE = 0.9, 0.25
+"""Share of the time until the deadline that the estimate may fill: in a burst, and under overload. A burst is over
+soon, and to refuse it would help nobody. Under overload a longer queue makes everybody wait and answers not one more;
+one request of a hundred takes more than twice the estimate, so a short one keeps them all in time."""
+OVERLOAD = 0.2
+"""Share of the latest requests that find a queue beyond IMPATIENCE, from which on it is overload and no burst."""
 CROWD = 4
 """Requests inside from which on they are what makes each other wait. Fewer wait for round trips and threads, which more
 would share: their pace says nothing about how many could be answered."""
-_SMOOTHING = 0.02
-"""Weight of the newest request in the running mean."""
+_PACE_SMOOTHING, _SHARE_SMOOTHING = 0.02, 0.01
+"""Weights of the newest request in the running means."""
 
 
 class Admission:
@@ -31,10 +34,9 @@ class Admission:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_inside = 0
-        self._crowded_since = 0.0
-        """When the crowd formed that is inside."""
         self._last_finish = 0.0
-        """When a request of that crowd was finished, or else it formed."""
+        """When a request of the crowd inside was finished, or else it formed."""
+        self._late_share = 0.0
         self._seconds_per_request: float | None = None
 
     def estimated_s(self) -> float:
@@ -51,11 +53,10 @@ class Admission:
         Raises:
             Overloaded: it would not be answered in time. Without a crowd inside everybody is let in.
         """
-        if self._num_inside >= CROWD:
-            self._refuse_late(remaining_s)
+        self._check(remaining_s)
         self._num_inside += 1
         if self._num_inside == CROWD:
-            self._crowded_since = self._last_finish = self._clock()
+            self._last_finish = self._clock()
         try:
             yield
         finally:
@@ -63,10 +64,12 @@ class Admission:
                 self._on_finish()
             self._num_inside -= 1
 
-    def _refuse_late(self, remaining_s: float) -> None:
-        estimated_s = self.estimated_s()
-        is_burst = self._clock() - self._crowded_since < remaining_s
-        if estimated_s > remaining_s * (BURST_HEADROOM if is_burst else STANDING_HEADROOM):
+    def _check(self, remaining_s: float) -> None:
+        estimated_s = self.estimated_s() if self._num_inside >= CROWD else 0.0
+        is_late = estimated_s > IMPATIENCE * remaining_s
+        self._late_share += _SHARE_SMOOTHING * (is_late - self._late_share)
+        headroom = IMPATIENCE if self._late_share > OVERLOAD else PATIENCE
+        if estimated_s > headroom * remaining_s:
             raise Overloaded(
                 f"{self._num_inside} requests are being worked on, an answer would take about "
                 f"{1000 * estimated_s:.0f} ms",
@@ -77,4 +80,4 @@ class Admission:
         now = self._clock()
         newest, self._last_finish = now - self._last_finish, now
         before = newest if self._seconds_per_request is None else self._seconds_per_request
-        self._seconds_per_request = before + _SMOOTHING * (newest - before)
+        self._seconds_per_request = before + _PACE_SMOOTHING * (newest - before)

@@ -1,17 +1,19 @@
 """Micro-batching without a timer (service.md, "Engine").
 
 One task owns the queue; everybody else calls `submit`. While the inference thread is busy, rows wait; when
-it is free, what waits goes together, oldest first, as far as the bounds of a batch allow. Rows whose client
+it is free, what waits goes together, the earliest deadline first, as far as the bounds of a batch allow: a request that
+needs two graphs does not queue up behind younger ones for its second. Rows whose client
 left or whose deadline passed are dropped before they cost anything. Every submitted row ends in a result or an
 error: a failed batch answers all its waiters, and when the task itself dies, everyone who waits or comes later
 is told.
 """
 
 import asyncio
+import heapq
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,6 +55,10 @@ class _Waiting:
     stage: Stage = "queue"
     """Where it is: waiting, or in a graph."""
 
+    def __lt__(self, other: "_Waiting") -> bool:
+        """Whether it is more urgent; of equals the older one."""
+        return (self.request.deadline, self.since) < (other.request.deadline, other.since)
+
 
 class Batcher:
     """The queue in front of one inference thread.
@@ -67,7 +73,8 @@ class Batcher:
         self._run = run
         self._limits = limits
         self._metrics = metrics
-        self._queue: deque[_Waiting] = deque()
+        self._queue: list[_Waiting] = []
+        """A heap."""
         self._queued_cells = 0
         self._queued_rows: Counter[str] = Counter()
         self._seconds_per_row: dict[str, float] = {}
@@ -145,12 +152,12 @@ class Batcher:
             )
 
     def _enqueue(self, entry: _Waiting) -> None:
-        self._queue.append(entry)
+        heapq.heappush(self._queue, entry)
         self._count(entry, 1)
         self._wake.set()
 
     def _dequeue(self) -> _Waiting:
-        entry = self._queue.popleft()
+        entry = heapq.heappop(self._queue)
         self._count(entry, -1)
         return entry
 
@@ -162,7 +169,7 @@ class Batcher:
         self._metrics.queue_rows.inc(sign)
 
     def _take(self) -> list[_Waiting]:
-        """The next batch: the oldest row that somebody still waits for, and what may go with it."""
+        """The next batch: the most urgent row that somebody still waits for, and what may go with it."""
         batch: list[_Waiting] = []
         others: list[_Waiting] = []
         longest = 0
@@ -180,8 +187,8 @@ class Batcher:
                 longest = longest_with
             else:
                 others.append(entry)
-        for entry in reversed(others):
-            self._queue.appendleft(entry)
+        for entry in others:
+            heapq.heappush(self._queue, entry)
             self._count(entry, 1)
         return batch
 

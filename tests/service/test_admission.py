@@ -1,10 +1,10 @@
 """Admission: by how many requests are inside and how long each takes, on a clock of the test's own."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
-from service.admission import BURST_HEADROOM, CROWD, STANDING_HEADROOM, Admission
+from service.admission import CROWD, PATIENCE, Admission
 from service.errors import Overloaded
 
 PATIENT_S = 1000.0
@@ -42,25 +42,39 @@ def test_a_request_is_refused_when_those_before_it_would_take_too_long() -> None
     admission, _inside = busy(Clock(), seconds_each=0.01, num_inside=9)
     # Ten requests of 10 ms: 100 ms.
     with pytest.raises(Overloaded, match="9 requests are being worked on, an answer would take about 100 ms"):
-        enter(admission, 1, remaining_s=0.09 / STANDING_HEADROOM)
-    enter(admission, 1, remaining_s=0.11 / STANDING_HEADROOM)
+        enter(admission, 1, remaining_s=0.09 / PATIENCE)
+    enter(admission, 1, remaining_s=0.11 / PATIENCE)
 
 
-def test_a_burst_may_fill_more_of_the_time_than_a_queue_that_stands() -> None:
+def test_a_burst_may_fill_more_of_the_time_than_an_overload() -> None:
     clock = Clock()
     admission, inside = busy(clock, seconds_each=0.01, num_inside=9)
-    for request in inside[CROWD - 1 :]:
-        request.close()
-    # The crowd is gone, and a new one forms within an instant; what was learned of it stays.
-    burst = enter(admission, 9 - len(inside[: CROWD - 1]))
-    seconds = admission.estimated_s()
-    enter(admission, 1, remaining_s=1.01 * seconds / BURST_HEADROOM)
+    # 100 ms: in time for a deadline in 200 ms, if only a few such requests come.
+    inside += enter(admission, 1, remaining_s=0.2)
+    inside.pop(0).close()
+    late = 0
+    for _ in range(100):
+        with suppress(Overloaded):
+            for request in enter(admission, 1, remaining_s=0.2):
+                request.close()
+                late += 1
+    assert 0 < late < 50
     with pytest.raises(Overloaded):
-        enter(admission, 1, remaining_s=0.99 * seconds / BURST_HEADROOM)
-    clock.now_s += 1.0
-    with pytest.raises(Overloaded):
-        enter(admission, 1, remaining_s=0.99 * seconds / STANDING_HEADROOM)
-    assert len(burst) == 6
+        enter(admission, 1, remaining_s=0.2)
+    # A caller with more time still gets in.
+    enter(admission, 1, remaining_s=1.0)
+
+
+def test_an_overload_is_forgotten_when_queues_are_short_again() -> None:
+    clock = Clock()
+    admission, inside = busy(clock, seconds_each=0.01, num_inside=9)
+    for _ in range(200):
+        with suppress(Overloaded):
+            enter(admission, 1, remaining_s=0.2)
+    for _ in range(400):
+        enter(admission, 1, remaining_s=10.0)
+    assert len(inside) == 9
+    inside += enter(admission, 1, remaining_s=0.2)
 
 
 def test_a_refusal_says_when_to_come_back() -> None:
