@@ -176,7 +176,7 @@ class World:
         """Items of the first page of each kept list that was made for a subject, whether or not it is named there."""
         slates = [self.client.hgetall(key) for key in self.client.scan_iter(f"bft:1:{{{bucket(subject.id)}}}:r:*")]
         unpacked = [{field: json.loads(zlib.decompress(value)) for field, value in slate.items()} for slate in slates]
-        return [ids(slate[b"p0"]) for slate in unpacked if slate and slate[b"a"]["subject"] == list(subject)]
+        return [slate[b"p0"]["item_ids"] for slate in unpacked if slate and slate[b"a"]["subject"] == list(subject)]
 
     def record(self, user: str) -> UserRecord:
         """What is stored of a user's history."""
