@@ -169,6 +169,7 @@ def _open_store(settings: Settings, bundle: Bundle) -> Store:
             timeout_ms=settings.state_timeout_ms,
             cluster=settings.redis_cluster,
             replicas=settings.state_replicas,
+            cache_form=settings.state_cache,
         )
     except ValueError as error:
         # The message of redis-py names the accepted schemes and not the URL, which may hold a password.

@@ -98,6 +98,10 @@ class Subject(NamedTuple):
     id: str
 
 
+CacheForm = Literal["float32", "float16", "none"]
+"""How the cache of a kept state is stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One validated event, ready to be stored.

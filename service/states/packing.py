@@ -6,7 +6,7 @@
     encoded state   state schema u8 | subject hash 8 | count u32 | epoch u32 | D u16 | Y u8 | H u8 | S u16 | C u16 |
                     mean f32 × D | precision f32 × D | cache
     cache           timestamps f64 × S | log_precision f32 × Y·S | key f32 × Y·H·S·C | value f32 × Y·H·S·C; Y, H, S and
-                    C are 0 when there is none
+                    C are 0 when there is none; when the top bit of Y is set, f16 in the place of f32
     tombstone       kind u8, 1 of a user's erasure, 2 of a session's merge | subject hash 8 | when, in ms u48 |
                     next epoch u32
     claim           of a session under merge, in the place of its tombstone: 3 | subject hash 8 | of the tombstone
@@ -26,11 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from service.filtered import Cache, Floats, State
-from service.states.interface import EncodedState, Event, StateUnavailable, Subject, UserRecord
+from service.states.interface import CacheForm, EncodedState, Event, StateUnavailable, Subject, UserRecord
 
 SCHEMA = 1
 STATE_SCHEMA = 2
 """Of encoded states alone: one of another layout is encoded anew, where a record is never given up."""
+
+_HALF = 0x80
+"""Of Y: the cache is in float16."""
+_LARGEST_HALF = 65_504.0
 
 _RECORD_HEADER = struct.Struct("<B8s8sII")
 _SEEN_HEADER = struct.Struct("<B8sHHH")
@@ -149,16 +153,33 @@ def _varints(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return np.add.reduceat(septets, first) if last.size else np.empty(0, dtype=np.int64)
 
 
-def pack_state(encoded: EncodedState, owner: bytes) -> bytes:
-    """An encoded state, for the subject whose hash is `owner`."""
-    state, cache = encoded.state, encoded.state.cache
-    shape = (0, 0, 0, 0) if cache is None else cache.key.shape
-    header = _STATE_HEADER.pack(STATE_SCHEMA, owner, encoded.count, encoded.epoch, len(state.mean), *shape)
-    head = [header, _float_bytes(state.mean), _float_bytes(state.precision)]
-    if cache is None:
-        return b"".join(head)
-    floats = (_float_bytes(part) for part in (cache.log_precision, cache.key, cache.value))
+def pack_state(encoded: EncodedState, owner: bytes, cache_form: CacheForm = "float32") -> bytes:
+    """An encoded state, for the subject whose hash is `owner`.
+
+    Args:
+        encoded: the state.
+        owner: its subject's hash.
+        cache_form: of its cache. With `float16`, a cache that float16 cannot hold is kept as float32.
+    """
+    cache = encoded.state.cache
+    if cache is None or cache_form == "none":
+        return b"".join(_packed_head(encoded, owner, (0, 0, 0, 0)))
+    parts = (cache.log_precision, cache.key, cache.value)
+    is_half = cache_form == "float16" and all(map(_fits_half, parts))
+    num_layers, *others = cache.key.shape
+    head = _packed_head(encoded, owner, (num_layers | (_HALF if is_half else 0), *others))
+    floats = (part.astype("<f2" if is_half else "<f4").tobytes() for part in parts)
     return b"".join([*head, cache.timestamps.astype("<f8").tobytes(), *floats])
+
+
+def _packed_head(encoded: EncodedState, owner: bytes, shape: tuple[int, ...]) -> list[bytes]:
+    state = encoded.state
+    header = _STATE_HEADER.pack(STATE_SCHEMA, owner, encoded.count, encoded.epoch, len(state.mean), *shape)
+    return [header, state.mean.astype("<f4").tobytes(), state.precision.astype("<f4").tobytes()]
+
+
+def _fits_half(values: Floats) -> bool:
+    return bool(np.all((np.abs(values) <= _LARGEST_HALF) | ~np.isfinite(values)))
 
 
 def unpack_state(value: bytes | None, owner: bytes) -> EncodedState | None:
@@ -168,26 +189,20 @@ def unpack_state(value: bytes | None, owner: bytes) -> EncodedState | None:
     """
     if value is None or len(value) < _STATE_HEADER.size or value[0] != STATE_SCHEMA or value[1:9] != owner:
         return None
-    _, _, count, epoch, width, num_layers, num_heads, num_positions, head_width = _STATE_HEADER.unpack_from(value)
+    _, _, count, epoch, width, layers, num_heads, num_positions, head_width = _STATE_HEADER.unpack_from(value)
+    num_layers, dtype = layers & ~_HALF, np.dtype("<f2" if layers & _HALF else "<f4")
     head_end = _STATE_HEADER.size + 8 * width
     times_end = head_end + 8 * num_positions
     per_layer, per_head = (num_layers, num_positions), (num_layers, num_heads, num_positions, head_width)
     num_floats = math.prod(per_layer) + 2 * math.prod(per_head)
-    if len(value) not in (head_end, times_end + 4 * num_floats):
+    if len(value) not in (head_end, times_end + dtype.itemsize * num_floats):
         return None
-    mean, precision = _floats(value[_STATE_HEADER.size : head_end]).reshape(2, -1)
+    mean, precision = np.frombuffer(value[_STATE_HEADER.size : head_end], "<f4").astype(np.float32).reshape(2, -1)
     cache = None
     if len(value) > head_end:
         timestamps = np.frombuffer(value[head_end:times_end], "<f8").astype(np.float64)
+        floats = np.frombuffer(value[times_end:], dtype).astype(np.float32)
         sizes = math.prod(per_layer), math.prod(per_head)
-        log_precision, keys, values = np.split(_floats(value[times_end:]), np.cumsum(sizes))
+        log_precision, keys, values = np.split(floats, np.cumsum(sizes))
         cache = Cache(keys.reshape(per_head), values.reshape(per_head), log_precision.reshape(per_layer), timestamps)
     return EncodedState(count, epoch, State(mean, precision, cache))
-
-
-def _float_bytes(values: Floats) -> bytes:
-    return values.astype("<f4").tobytes()
-
-
-def _floats(data: bytes) -> Floats:
-    return np.frombuffer(data, "<f4").astype(np.float32)

@@ -21,6 +21,7 @@ from service.states.commands import Client, Commands
 from service.states.confirming import run_confirmed
 from service.states.interface import (
     AppendStatus,
+    CacheForm,
     CatalogMismatch,
     Claim,
     Clock,
@@ -75,6 +76,7 @@ class RedisStore:
         cluster: the server is a Redis Cluster; scripts then go to the node that has the slot.
         replicas: that must have a write before it counts as done, within `timeout_ms`. States, and lists when they
             are first kept, are not waited for: they can be computed again.
+        cache_form: of the caches of kept states.
         clock: milliseconds since 1970, for erasures and new epochs; keys expire by the server's clock.
     """
 
@@ -87,6 +89,7 @@ class RedisStore:
         timeout_ms: int = 50,
         cluster: bool = False,
         replicas: int = 0,
+        cache_form: CacheForm = "float32",
         clock: Clock = wall_clock_ms,
     ) -> None:
         self._lineage = lineage
@@ -94,6 +97,7 @@ class RedisStore:
         self._clock = clock
         self._timeout_ms = timeout_ms
         self._replicas = replicas
+        self._cache_form = cache_form
         self._client = connect(url, timeout_ms / 1000, cluster)
         self._commands = Commands(self._client)
         self._in_flight: set[asyncio.Task[Any]] = set()
@@ -288,7 +292,7 @@ class RedisStore:
         written = await self._ask(
             scripts.SAVE_STATE,
             [keys.record, keys.state(model_version)],
-            [owner, encoded.count, encoded.epoch, pack_state(encoded, owner), ttl_s],
+            [owner, encoded.count, encoded.epoch, pack_state(encoded, owner, self._cache_form), ttl_s],
         )
         return bool(written)
 

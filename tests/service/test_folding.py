@@ -18,6 +18,7 @@ from service.engine import EncoderRow
 from service.filtered import Cache, State
 from service.ranking import step_row
 from service.states import EncodedState, Event, RedisStore, StoreLimits, Subject
+from service.states.interface import CacheForm
 from service.states.packing import pack_state, subject_hash, unpack_state
 from service.states.scripts import SubjectKeys
 from tests.service.bundles import CONFIG, ITEM_IDS, MAX_LEN, NUM_ITEMS, tiny_model
@@ -55,6 +56,33 @@ async def service(tiny: Path, valkey_url: str, clock: Clock) -> AsyncIterator[Se
 
     async with served(tiny, open_store) as running:
         yield running
+
+
+HALF_TOL = 2e-3
+"""Of a state that was folded from caches in float16: what the design allows."""
+
+
+@pytest.mark.parametrize(("cache_form", "ways"), [("float16", {"encoded", "folded"}), ("none", {"encoded"})])
+async def test_caches_in_float16_fold_nearly_as_well_and_without_caches_nothing_is_folded(
+    tiny: Path, valkey_url: str, clock: Clock, model: Any, cache_form: CacheForm, ways: set[str]
+) -> None:
+    def open_store(bundle: Any) -> RedisStore:
+        lineage, limits = bundle.manifest.lineage, StoreLimits(max_len=MAX_LEN)
+        return RedisStore(
+            valkey_url, lineage=lineage, limits=limits, timeout_ms=PATIENT_MS, clock=clock, cache_form=cache_form
+        )
+
+    events, seen_ways = random_events(7, 3 * MAX_LEN), set()
+    async with served(tiny, open_store) as running:
+        for count, event in enumerate(events, start=1):
+            await running.store.append(ANN, [event])
+            asked = await running.ask(ANN)
+            expected = scratch(model, events[:count])
+            assert_close(asked.state.mean, expected.mean[0], HALF_TOL, "mean")
+            assert_precision_close(asked.state.precision, expected.precision[0], HALF_TOL)
+            seen_ways.add(asked.how)
+
+    assert seen_ways == ways
 
 
 @pytest.fixture(scope="module")

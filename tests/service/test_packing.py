@@ -206,6 +206,31 @@ def test_state_of_fifty_events_takes_52_kilobytes():
     assert len(pack_state(EncodedState(50, 1, State(vector, vector, cache)), OWNER)) == 25 + 512 + 51 * (8 + 8 + 1024)
 
 
+def test_cache_in_float16_has_its_floats_in_two_bytes_each_and_marks_it_in_the_number_of_layers():
+    packed = pack_state(EncodedState(3, 5, State(MEAN, PRECISION, small_cache())), OWNER, "float16")
+
+    head = b"\x02" + OWNER + struct.pack("<IIHBBHH4f", 3, 5, 2, 0x80 | 2, 1, 3, 2, 1.0, -2.0, 0.5, 4.0)
+    times = struct.pack("<3d", math.nan, 1.7e9, 1.7e9 + 0.125)
+    log_precisions = struct.pack("<6e", 0.5, 1.5, 2.5, -0.5, -1.5, math.inf)
+    assert packed == head + times + log_precisions + struct.pack("<24e", *range(12), *range(100, 112))
+    # Float16 has these numbers exactly.
+    assert_states_equal(unpack_state(packed, OWNER), EncodedState(3, 5, State(MEAN, PRECISION, small_cache())))
+
+
+def test_cache_that_float16_cannot_hold_stays_in_float32():
+    cache = small_cache()
+    cache.value[0, 0, 0, 0] = 1e5
+    encoded = EncodedState(3, 5, State(MEAN, PRECISION, cache))
+
+    assert pack_state(encoded, OWNER, "float16") == pack_state(encoded, OWNER)
+
+
+def test_state_without_the_cache_that_it_has_is_as_one_that_has_none():
+    with_cache, without = State(MEAN, PRECISION, small_cache()), State(MEAN, PRECISION)
+
+    assert pack_state(EncodedState(3, 5, with_cache), OWNER, "none") == pack_state(EncodedState(3, 5, without), OWNER)
+
+
 floats = st.floats(width=32)
 
 
