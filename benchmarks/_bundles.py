@@ -79,7 +79,11 @@ def publish_random(folder: Path, num_items: int, **settings: Any) -> Path:
     return folder
 
 
-def add_copy(bundles: Path, folder: Path, change: Callable[[Path], None], **fields: Any) -> str:
+def unchanged(staging: Path) -> None:
+    """A change for `add_copy` that changes no file."""
+
+
+def add_copy(bundles: Path, folder: Path, change: Callable[[Path], None] = unchanged, **fields: Any) -> str:
     """Put a copy of a registry's current bundle into a registry, without publishing it; returns its version.
 
     Args:

@@ -66,10 +66,7 @@ def main() -> None:
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    bundles = arguments.bundle
-    if bundles is None:
-        note(f"exporting a catalogue of {arguments.items:,} items")
-        bundles = publish_random(folder / "registry", arguments.items)
+    bundles = arguments.bundle or publish_random(folder / "registry", arguments.items)
     with ValkeyServer(port=free_port("127.0.0.1")) as valkey:
         settings = {
             "REDIS_URL": valkey.connection_url,

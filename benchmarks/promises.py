@@ -414,7 +414,7 @@ async def _(world: World) -> Seen:
 @promise("A bundle of another catalogue lineage is refused by name, and its items are never taken for these")
 async def _(world: World) -> Seen:
     before = await world.recommend(user_id=world.name())
-    version = add_copy(world.bundles, world.bundles, lambda _: None, name="another", lineage="another-catalogue")
+    version = add_copy(world.bundles, world.bundles, name="another", lineage="another-catalogue")
     status, text = await world.put_model(version)
     after = await world.recommend(user_id=world.name())
     return Seen(

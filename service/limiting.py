@@ -125,7 +125,7 @@ class RateLimits:
         return result.limited, result.state
 
     async def _send(self, throttled: Throttled, name: str, cost: int) -> Any:
-        """Ask Redis in a task of its own: a command that was sent is never cancelled, see service/states/redis.py."""
+        """Ask Redis in a task of its own: what was sent is never cancelled, see service/states/commands.py."""
         task = asyncio.create_task(throttled.limit(name, cost))
         self._in_flight.add(task)
         task.add_done_callback(self._landed)

@@ -84,8 +84,8 @@ def _tune_the_interpreter() -> None:
     # of a second.
     gc.collect()
     gc.freeze()
-    # The event loop and the inference thread hand the interpreter to each other at every batch. With Python's 5 ms an
-    # answer took a sixth longer at 200 requests a second.
+    # The event loop and the inference thread hand the interpreter to each other at every batch, and with Python's 5 ms
+    # the one waits for the other for longer than a small batch takes.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 

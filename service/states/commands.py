@@ -71,14 +71,11 @@ class Commands:
             task.add_done_callback(self._in_flight.discard)
 
     async def _send(self, commands: Sequence[_Command]) -> None:
-        try:
-            replies = await self._replies([command.words for command in commands])
-            if unknown := [place for place, reply in enumerate(replies) if _is_unknown_script(reply)]:
-                again = await self._replies([commands[place].otherwise for place in unknown])
-                for place, reply in zip(unknown, again, strict=True):
-                    replies[place] = reply
-        except Exception as error:
-            replies = [error] * len(commands)
+        replies = await self._replies([command.words for command in commands])
+        if unknown := [place for place, reply in enumerate(replies) if _is_unknown_script(reply)]:
+            again = await self._replies([commands[place].otherwise for place in unknown])
+            for place, reply in zip(unknown, again, strict=True):
+                replies[place] = reply
         for command, reply in zip(commands, replies, strict=True):
             if command.reply.done():  # its caller was cancelled
                 continue
@@ -88,16 +85,16 @@ class Commands:
                 command.reply.set_result(reply)
 
     async def _replies(self, commands: Sequence[Words]) -> list[Any]:
-        """To each command its reply or the server's complaint. Raises when the connection fails."""
-        if len(commands) == 1:
-            try:
+        """To each command its reply, or what the server or the connection raised."""
+        try:
+            if len(commands) == 1:
                 return [await self._client.execute_command(*commands[0])]
-            except redis.exceptions.ResponseError as error:
-                return [error]
-        pipeline = self._client.pipeline(transaction=False)
-        for words in commands:
-            pipeline.execute_command(*words)
-        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            pipeline = self._client.pipeline(transaction=False)
+            for words in commands:
+                pipeline.execute_command(*words)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        except Exception as error:
+            return [error] * len(commands)
         return replies
 
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks._bundles import add_copy
 from model import registry
 from model.backbone import Backbone
 from model.build import build_model
@@ -22,12 +22,10 @@ from model.bundle import (
     Event,
     golden_arrays,
     items_frame,
-    open_bundle,
     write_bundle,
 )
 from model.config import ModelConfig
 from model.onnx.export import ExportedGraphs, export_graphs
-from model.registry import resolve
 
 MAX_LEN = 8
 NUM_ITEMS = 800
@@ -126,15 +124,7 @@ def variant(tiny: Path, folder: Path, change: Callable[[Path], None], **fields: 
         change: alters files in the folder it is given, before checksums are taken.
         fields: replace fields of the manifest.
     """
-    origin = open_bundle(resolve(tiny))
-
-    def fill(staging: Path) -> None:
-        for name in origin.manifest.files:
-            shutil.copy(origin.folder / name, staging / name)
-        change(staging)
-
-    manifest = origin.manifest.model_dump(exclude={"format_version", "version", "files"})
-    return write_bundle(folder, {**manifest, **fields}, fill)
+    return folder / add_copy(tiny, folder, change, **fields)
 
 
 def calibrated_for(event: Event) -> Callable[[Path], None]:

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._bundles import add_smaller as add_smaller
+from benchmarks._bundles import unchanged as unchanged
 from model import registry
 from tests.service.bundles import variant
-
-
-def unchanged(staging: Path) -> None:
-    """A change for `variant` that changes no file."""
 
 
 def add_version(tiny: Path, folder: Path, name: str, change: Callable[[Path], None] = unchanged, **fields: Any) -> str:

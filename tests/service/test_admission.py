@@ -52,13 +52,13 @@ def test_a_burst_may_fill_more_of_the_time_than_an_overload() -> None:
     # 100 ms: in time for a deadline in 200 ms, if only a few such requests come.
     inside += enter(admission, 1, remaining_s=0.2)
     inside.pop(0).close()
-    late = 0
+    num_let_in = 0
     for _ in range(100):
         with suppress(Overloaded):
             for request in enter(admission, 1, remaining_s=0.2):
                 request.close()
-                late += 1
-    assert 0 < late < 50
+                num_let_in += 1
+    assert 0 < num_let_in < 50
     with pytest.raises(Overloaded):
         enter(admission, 1, remaining_s=0.2)
     # A caller with more time still gets in.

@@ -79,6 +79,22 @@ async def test_what_waits_while_the_thread_is_busy_goes_together_oldest_first() 
     assert [rows for _, rows in gate.batches] == [[0], [1, 2, 3, 4], [5, 6]]
 
 
+async def test_the_earliest_deadline_goes_first_whenever_it_came() -> None:
+    gate = Gate()
+    gate.open.clear()
+    async with batching(gate) as batcher:
+        tasks = [submit(batcher, 0)]
+        await until_running(gate)
+        tasks += [submit(batcher, row) for row in range(1, 5)]
+        await asyncio.sleep(0)
+        tasks.append(submit(batcher, 9, request=unhurried("urgent", 30)))
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(*tasks)
+
+    assert [rows for _, rows in gate.batches] == [[0], [9, 1, 2, 3], [4]]
+
+
 async def test_a_batch_holds_rows_of_one_graph_and_no_row_waits_for_ever() -> None:
     gate = Gate()
     gate.open.clear()
