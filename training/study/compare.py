@@ -1,8 +1,9 @@
 """Paired differences between two models over the same users and seeds, with bootstrap intervals.
 
-U test users · S seeds
+S seeds · U test users · V users for whom something differs · M metrics · R resamples
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ from training import metrics
 
 RESAMPLES = 2000
 LEVEL = 0.95
+CHUNK_COUNTS = 2**22
+"""Counts of drawn users held at a time."""
 
 
 @dataclass(frozen=True)
@@ -26,43 +29,80 @@ class Difference:
     seeds: int
 
     @property
-    def relative(self) -> float:
-        """The difference as a share of the second's; NaN where that is 0."""
-        return self.difference / self.second if self.second else float("nan")
+    def relative(self) -> float | None:
+        """The difference as a share of the second's; None where that is 0."""
+        return self.difference / self.second if self.second else None
 
     @property
     def excludes_zero(self) -> bool:
         """Whether the interval lies on one side of 0."""
         return self.low > 0 or self.high < 0
 
+    @property
+    def verdict(self) -> str:
+        """What the interval says of the first model, in words."""
+        if not self.excludes_zero:
+            return "no difference shown"
+        return "better" if self.low > 0 else "worse"
 
-def paired_difference(first_SU: np.ndarray, second_SU: np.ndarray, seed: int = 0) -> Difference:
-    """Difference of two models' means with a 95 % interval over users and seeds.
+
+def paired_differences(
+    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], seed: int = 0
+) -> dict[str, Difference]:
+    """Differences of two models' means with 95 % intervals over users and seeds; one draw serves all metrics.
 
     Each resample draws users with replacement and, independently, seeds: an answer that holds for these users but
     changes with the seed gets the wide interval it deserves. With one seed only users are drawn, and the interval
     says nothing about another seed.
 
     Args:
-        first_SU, second_SU: the metric of each user under each seed, paired by column and by row.
+        first, second: metric → (S,U), of each user under each seed, paired by row and by column; S and U at least 1.
         seed: of the resampling.
     """
-    gain_SU = first_SU - second_SU
-    num_seeds, num_users = gain_SU.shape
+    gain_SUM = np.stack([first[name] - second[name] for name in first], axis=-1)
+    num_seeds, num_users, _ = gain_SUM.shape
+    draws_RM = _resampled_means(gain_SUM, np.random.default_rng(seed))
+    low_M, high_M = np.quantile(draws_RM, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    return {
+        name: Difference(
+            first=float(first[name].mean()),
+            second=float(second[name].mean()),
+            difference=float(gain_SUM[:, :, metric].mean()),
+            low=float(low_M[metric]),
+            high=float(high_M[metric]),
+            users=num_users,
+            seeds=num_seeds,
+        )
+        for metric, name in enumerate(first)
+    }
+
+
+def _resampled_means(gain_SUM: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """(R,M) means of the gains over drawn users and drawn seeds."""
+    num_seeds, num_users, num_metrics = gain_SUM.shape
     # Most users gain nothing, and which of those are drawn does not matter: how often the others are, does.
-    moved = gain_SU.any(0)
-    gain_SM = gain_SU[:, moved]
-    generator = np.random.default_rng(seed)
-    draws = np.zeros(RESAMPLES)
-    for index in range(RESAMPLES if moved.any() else 0):
-        drawn = generator.integers(gain_SM.shape[1], size=generator.binomial(num_users, moved.mean()))
-        times_drawn = np.bincount(drawn, minlength=gain_SM.shape[1])
-        seeds = generator.integers(num_seeds, size=num_seeds)
-        draws[index] = (gain_SM[seeds] @ times_drawn).mean() / num_users
-    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    means = float(first_SU.mean()), float(second_SU.mean())
-    return Difference(*means, float(gain_SU.mean()), float(low), float(high), num_users, num_seeds)
+    gain_SVM = gain_SUM[:, gain_SUM.any((0, 2))]
+    num_moved = gain_SVM.shape[1]
+    means_RM = np.zeros((RESAMPLES, num_metrics))
+    if num_moved == 0:
+        return means_RM
+    step = max(1, CHUNK_COUNTS // num_moved)
+    for begin in range(0, RESAMPLES, step):
+        size = min(step, RESAMPLES - begin)
+        times_RV = _times_drawn(num_users, num_moved, size, generator)
+        share_RS = (generator.integers(num_seeds, size=(size, num_seeds))[..., None] == np.arange(num_seeds)).mean(1)
+        sum_RSM = np.tensordot(times_RV, gain_SVM, axes=(1, 1))
+        means_RM[begin : begin + size] = np.einsum("rsm,rs->rm", sum_RSM, share_RS) / num_users
+    return means_RM
 
 
-METRICS = {"hr@10": lambda ranks: metrics.hit_rate(ranks, 10), "ndcg@10": lambda ranks: metrics.ndcg(ranks, 10)}
+def _times_drawn(num_users: int, num_moved: int, size: int, generator: np.random.Generator) -> np.ndarray:
+    """(R,V) how often each of the first `num_moved` users is drawn when `num_users` are drawn with replacement."""
+    drawn_R = generator.binomial(num_users, num_moved / num_users, size=size)
+    user = generator.integers(num_moved, size=drawn_R.sum())
+    cell = np.repeat(np.arange(size), drawn_R) * num_moved + user
+    return np.bincount(cell, minlength=size * num_moved).reshape(size, num_moved).astype(float)
+
+
+METRICS = {"HR@10": lambda ranks: metrics.hit_rate(ranks, 10), "NDCG@10": lambda ranks: metrics.ndcg(ranks, 10)}
 """What the study compares: ranks (…,) → the metric of each."""

@@ -9,16 +9,19 @@ U test users, in the order of their ids, the same in every record of a data set
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from training.files import write_whole
 from training.tables import DataError
 
 KEPT_RANK = 20
 """Places of a list that a record keeps: HR and NDCG up to 20 follow from them."""
+
+BASELINES = ("popularity", "markov")
+"""Models that only count (`baselines`): no recipe, no configuration, no curve; seed 0."""
 
 Record = TypeVar("Record", bound="_Record")
 
@@ -45,6 +48,23 @@ class DatasetRecord(_Record):
     """Users whose target the event rules out (had before): no model can hit it."""
     training_counts: list[int]
     """(N,) training uses of each catalogue item."""
+
+    @property
+    def num_users(self) -> int:
+        """Test users."""
+        return len(self.history_length)
+
+    @model_validator(mode="after")
+    def _one_entry_a_user(self) -> Self:
+        if len(self.history_length) != len(self.target_count):
+            raise ValueError(
+                f"history_length has {len(self.history_length)} users, target_count {len(self.target_count)}"
+            )
+        if any(not 0 <= user < self.num_users for user in self.impossible):
+            raise ValueError(f"impossible names a user that is none of 0 … {self.num_users - 1}")
+        if "sha256" not in self.data:
+            raise ValueError("data.sha256 is missing: no run can be traced to this data set")
+        return self
 
 
 class ListFigures(_Record):
@@ -91,7 +111,22 @@ class RunRecord(_Record):
     lists: dict[str, ListFigures]
     """Of the test users: `all`, and by stratum of users."""
     filter: dict[str, Any] | None = None
-    """With filtering: τ of the items and the gain K, by training uses (`runs.filter_figures`)."""
+    """With filtering: τ of the items and the gain K, by training uses (`runs.filter_figures`). Not of extras."""
+    noise: dict[str, float] | None = None
+    """Where events were replaced by random items: `share` asked for and `replaced_events`; `list_confidence`, mean over
+    the test users of the probability that the next event is among the ten. Test noise has beside it
+    `list_confidence_true` of the same model on the true histories; `kriging_weight_replaced` and
+    `kriging_weight_other`, the mean share that the position that answers gives to an event of either kind, mean over
+    layers and heads (of a plain model, of its attention); with filtering `precision_replaced` and `precision_other`,
+    the geometric mean of the events' initial precision λ."""
+
+    @model_validator(mode="after")
+    def _one_rank_a_hit(self) -> Self:
+        if len(self.hit_users) != len(self.hit_ranks):
+            raise ValueError(f"hit_users has {len(self.hit_users)} users, hit_ranks {len(self.hit_ranks)}")
+        if any(not 1 <= rank <= KEPT_RANK for rank in self.hit_ranks):
+            raise ValueError(f"hit_ranks holds a rank that is not in 1 … {KEPT_RANK}")
+        return self
 
     @property
     def name(self) -> str:
@@ -160,6 +195,9 @@ def read_all(folder: Path) -> tuple[dict[str, DatasetRecord], list[RunRecord]]:
             raise DataError(f"{path}: no record of the data set {run.dataset!r} in {folder / 'datasets'}")
         if run.data_sha256 != datasets[run.dataset].data["sha256"]:
             raise DataError(f"{path}: made on other data than {dataset_path(folder, run.dataset)} tells of")
+        if max(run.hit_users, default=0) >= datasets[run.dataset].num_users or min(run.hit_users, default=0) < 0:
+            last = datasets[run.dataset].num_users - 1
+            raise DataError(f"{path}: hit_users names a user that is none of 0 … {last}; make the run again")
         runs.append(run)
     return datasets, runs
 
