@@ -77,7 +77,7 @@ def history_figure(explanation: Explanation, title: str) -> Figure:
         for which, colour, marker in (("initial", GREY, "o"), ("final", LAYER_COLOURS[0], "s")):
             values = [getattr(position, f"{which}_precision") for position in positions]
             precision.plot(values, rows, color=colour, marker=marker, markersize=4, linewidth=0.8, label=which)
-        _logarithmic(precision, "x")
+        logarithmic(precision, "x")
         precision.set(title="precision", xlabel="mean over dimensions, log scale")
         _layers_downwards(gain, rows, [position.gain or [] for position in positions])
         gain.set(title="gain", xlabel="of the Kalman update", xlim=(0, 1.03))
@@ -103,8 +103,8 @@ def history_figure(explanation: Explanation, title: str) -> Figure:
         panel.xaxis.label.set_fontsize(8)
         panel.tick_params(axis="x", labelsize=8)
     if explanation.filtering:
-        _legend(panels[0])
-    _legend(heard)
+        legend(panels[0])
+    legend(heard)
     return figure
 
 
@@ -148,14 +148,14 @@ def survey_figure(survey: Survey, title: str, against: Survey | None = None) -> 
         panel.title.set_fontsize(10)
         panel.xaxis.label.set_fontsize(8)
         panel.tick_params(labelsize=8)
-        _legend(panel)
+        legend(panel)
     return figure
 
 
 def _precisions(panel: Axes, table: Table, xlabel: str) -> None:
     for name, colour, marker in (("initial", GREY, "o"), ("final", LAYER_COLOURS[0], "s")):
         _line(panel, table, f"{name}_precision", 0, label=name, color=colour, marker=marker)
-    _logarithmic(panel, "y")
+    logarithmic(panel, "y")
     panel.set(title="precision, geometric mean", xlabel=xlabel)
 
 
@@ -176,7 +176,7 @@ def _gain_by_sample_size(panel: Axes, tables: Sequence[Table]) -> None:
         _error_bars(panel, x, table, "gain", 0, label=f"layer {layer + 1}", **_style(layer, len(tables) - 1))
     n = np.geomspace(1, max(sizes), 50)
     panel.plot(n, n / (n + 1), color=GREY, linestyle=":", linewidth=1, label="n/(n+1), bound at ν0 = 1, equal λ")
-    _logarithmic(panel, "x")
+    logarithmic(panel, "x")
     panel.set(title="gain", xlabel="effective sample size n, log scale", ylim=(0, 1.03))
 
 
@@ -187,7 +187,7 @@ def _attention(panel: Axes, surveys: dict[str, Survey], name: str, title: str) -
     table = next(iter(surveys.values())).attention_by_history_length
     alike = table.columns["if_all_alike"].mean[0, table.filled()]
     panel.plot(np.arange(len(alike)), alike, color=GREY, linestyle=":", linewidth=1, label="if all alike")
-    _logarithmic(panel, "y")
+    logarithmic(panel, "y")
     panel.set(title=title, xlabel=LENGTH)
 
 
@@ -209,7 +209,7 @@ def _error_bars(panel: Axes, x: np.ndarray, table: Table, name: str, series: int
     panel.errorbar(x, mean, yerr=bars, markersize=4, linewidth=1, capsize=2, elinewidth=0.8, **style)
 
 
-def _logarithmic(panel: Axes, which: Literal["x", "y"]) -> None:
+def logarithmic(panel: Axes, which: Literal["x", "y"]) -> None:
     """Make an axis logarithmic; it says 0.3 and not 3·10⁻¹, and says something even over less than a decade."""
     panel.set(**{f"{which}scale": "log"})
     axis = panel.xaxis if which == "x" else panel.yaxis
@@ -225,7 +225,8 @@ def _style(layer: int, num_layers: int) -> dict[str, Any]:
     return {"color": colour, "marker": MARKERS[layer % len(MARKERS)]}
 
 
-def _legend(panel: Axes) -> None:
+def legend(panel: Axes) -> None:
+    """A small legend; of many series, some."""
     handles, labels = panel.get_legend_handles_labels()
     most = 6
     step = -(-len(labels) // most)

@@ -5,7 +5,7 @@ S seeds · U test users
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,6 +72,12 @@ class Comparison:
         """The names of all its records."""
         return tuple(run.name for run in (*self.off, *self.on))
 
+    def of_seeds(self, seeds: Iterable[int]) -> "Comparison":
+        """The same with some of its seeds."""
+        kept = set(seeds)
+        off, on = (tuple(run for run in side if run.seed in kept) for side in (self.off, self.on))
+        return replace(self, off=off, on=on)
+
     @cached_property
     def differing_settings(self) -> tuple[str, ...]:
         """Settings, other than the switch and the seed, that are not the same in all its runs."""
@@ -99,14 +105,16 @@ class Comparison:
     @cached_property
     def differences(self) -> dict[Stratum, dict[str, Difference]]:
         """Filtering on against off by stratum and metric; a stratum without users is not there."""
-        on, off = per_user(self.on, self.dataset), per_user(self.off, self.dataset)
-        return {
-            stratum: paired_differences(
-                *({name: values[:, users] for name, values in side.items()} for side in (on, off))
-            )
-            for stratum, users in self.users.items()
-            if users.any()
-        }
+        return {stratum: self._difference(users) for stratum, users in self.users.items() if users.any()}
+
+    @cached_property
+    def overall(self) -> dict[str, Difference]:
+        """Filtering on against off over all test users, by metric."""
+        return self._difference(self.users[ALL])
+
+    def _difference(self, users: np.ndarray) -> dict[str, Difference]:
+        on, off = (per_user(side, self.dataset) for side in (self.on, self.off))
+        return paired_differences(*({name: values[:, users] for name, values in side.items()} for side in (on, off)))
 
     def in_words(self, difference: Difference) -> str:
         """What a difference of this comparison says, and why it carries no claim if it does not."""

@@ -78,18 +78,22 @@ def answer(study: Study) -> Table:
     shown = claims or study.comparisons
 
     def row(comparison: Comparison, metric: str) -> Row:
-        of_all = comparison.differences[ALL][metric]
+        of_all = comparison.overall[metric]
         groups = {name: _relative_in_words(comparison, stratum, metric) for name, stratum in _GROUPS.items()}
         cells: dict[str, Cell] = {"seeds": len(comparison.seeds), "off": of_all.second, "on": of_all.first, **groups}
         return Row(_of(comparison) | {"metric": metric} | cells, comparison.records)
 
     rows = [row(comparison, metric) for comparison in shown for metric in METRICS]
     notes = [
-        "Change of the mean by filtering, its 95 % interval, and what that says. Differences in absolute terms follow."
+        "Change of the mean by filtering, its 95 % interval over users and seeds, and what the interval says. One that"
+        " holds zero shows no difference."
     ]
     if not claims:
-        need = f"{MIN_SEEDS} seeds and {MIN_USERS:,} test users are needed"
+        need = f"{MIN_SEEDS} seeds and {MIN_USERS:,} test users with the same settings are needed"
         notes.append(f"**None of these comparisons carries a claim**: {need}.")
+    elif len(claims) < len(study.comparisons):
+        others = len(study.comparisons) - len(claims)
+        notes.append(f"{others} more comparisons carry no claim; they follow below, each with the reason.")
     columns: dict[str, Style] = {"seeds": "count", "off": "metric", "on": "metric"} | dict.fromkeys(_GROUPS, "text")
     return Table("answer", "The answer", _OF | {"metric": "text"} | columns, tuple(rows), tuple(notes))
 
@@ -101,13 +105,11 @@ def _relative_in_words(comparison: Comparison, stratum: Stratum, metric: str) ->
     difference = comparison.differences.get(stratum, {}).get(metric)
     if difference is None:
         return None
-    words = comparison.in_words(difference)
     relative = _relative(difference)
     if relative is None:
-        return f"{words} (no hit without filtering)"
+        return f"{difference.verdict} (no hit without filtering)"
     percent = [f"{value:+.1%}".replace("-", "−").replace("%", " %") for value in _bounds(relative)]
-    text = f"{percent[0]} ({percent[1]} … {percent[2]}): {words}"
-    return f"**{text}**" if difference.excludes_zero and not comparison.caveat else text
+    return f"{percent[0]} ({percent[1]} … {percent[2]}): {difference.verdict}"
 
 
 def _bounds(estimate: Estimate) -> tuple[float, float, float]:
@@ -128,7 +130,7 @@ def main(study: Study) -> Table:
             for baseline, found in baselines.items()
         }
         records = tuple(run.name for found in baselines.values() for run in found)
-        difference = comparison.differences[ALL][metric]
+        difference = comparison.overall[metric]
         gains = (
             per_user(comparison.on, comparison.dataset)[metric] - per_user(comparison.off, comparison.dataset)[metric]
         ).mean(1)
@@ -161,7 +163,7 @@ def headline(study: Study) -> Table:
     rows = [
         Row(
             _of(comparison)
-            | {"users": name, "metric": metric, **_size(comparison, stratum)}
+            | {"group": name, "metric": metric, **_size(comparison, stratum)}
             | _difference_cells(comparison, comparison.differences[stratum][metric]),
             comparison.records,
         )
@@ -170,7 +172,7 @@ def headline(study: Study) -> Table:
         if stratum in comparison.differences
         for metric in METRICS
     ]
-    columns = _OF | {"users": "text", "metric": "text"} | _SIZE | _DIFFERENCE
+    columns = _OF | {"group": "text", "metric": "text"} | _SIZE | _DIFFERENCE
     notes = (
         f"Rare: at most {strata.ITEM_STRATA[strata.RARE_ITEMS[-1]][1]} training uses."
         f" Cold: at most {strata.USER_STRATA[strata.COLD_USERS[-1]][1]} training events.",
@@ -183,6 +185,8 @@ def by_stratum(comparison: Comparison) -> Table:
     """One comparison in every division of the test users."""
     rows = []
     for (division, name), differences in comparison.differences.items():
+        if division == "headline":
+            continue  # has a table of its own
         cells: dict[str, Cell] = {"division": division, "stratum": name, **_size(comparison, (division, name))}
         for metric, difference in differences.items():
             cells |= {
@@ -230,10 +234,13 @@ def _shift_cells(comparison: Comparison) -> dict[str, Cell]:
         cells[f"mean uses {side}"] = mean(figures.mean_popularity for figures in _lists(comparison, side, "all"))
         cells[f"rare places {side}"] = places[side]
         cells[f"hits per 1,000 {side}"] = _hits_per_place(comparison, side, RARE, places[side])
-    return cells | {"in words": _shift_in_words(comparison, difference, places["off"], places["on"])}
+    return cells | {"in words": "; ".join(filter(None, (shift_in_words(comparison), comparison.caveat)))}
 
 
-def _shift_in_words(comparison: Comparison, difference: Difference | None, off: float, on: float) -> str:
+def shift_in_words(comparison: Comparison) -> str:
+    """Whether rare items gain, whether they are listed more often, and what the two say together."""
+    difference = comparison.differences.get(RARE, {}).get("HR@10")
+    off, on = (_exposure(comparison, side, strata.RARE_ITEMS) for side in SIDES)
     if on > off * (1 + SHIFT):
         listed = "listed more often"
     elif on < off * (1 - SHIFT):
@@ -244,12 +251,9 @@ def _shift_in_words(comparison: Comparison, difference: Difference | None, off: 
         return f"no user has a rare target; rare items are {listed}"
     if difference.verdict == "better":
         tail = ": this may be a shift of popularity" if listed == "listed more often" else ": no shift of popularity"
-        words = f"gain at rare items, and they are {listed}{tail}"
-    elif difference.verdict == "worse":
-        words = f"loss at rare items, and they are {listed}"
-    else:
-        words = f"no difference shown at rare items, and they are {listed}"
-    return "; ".join(filter(None, (words, comparison.caveat)))
+        return f"gain at rare items, and they are {listed}{tail}"
+    found = "loss" if difference.verdict == "worse" else "no difference shown"
+    return f"{found} at rare items, and they are {listed}"
 
 
 def lists(study: Study) -> Table:
@@ -257,10 +261,10 @@ def lists(study: Study) -> Table:
     rows = []
     for comparison in study.comparisons:
         for group in _lists(comparison, "on", None):
-            cells: dict[str, Cell] = {"users": "all users" if group == "all" else f"{group} training events"}
+            cells: dict[str, Cell] = {"group": "all users" if group == "all" else f"{group} training events"}
             for side in SIDES:
                 figures = _lists(comparison, side, group)
-                cells["of them"] = figures[0].users
+                cells["users"] = figures[0].users
                 cells[f"coverage {side}"] = mean(one.coverage for one in figures)
                 cells[f"mean uses {side}"] = mean(one.mean_popularity for one in figures)
                 cells[f"rare places {side}"] = _exposure(comparison, side, strata.RARE_ITEMS, group)
@@ -271,7 +275,7 @@ def lists(study: Study) -> Table:
         for side in SIDES
     }
     notes = ("Coverage: share of the catalogue that is in any list; it grows with the number of users.",)
-    columns: dict[str, Style] = _OF | {"users": "text", "of them": "count"} | pairs
+    columns: dict[str, Style] = _OF | {"group": "text", "users": "count"} | pairs
     return Table("lists", "What the lists of ten recommend", columns, tuple(rows), notes)
 
 
@@ -340,8 +344,8 @@ def sparsity(study: Study) -> Table:
             "events per user": float(np.mean(comparison.dataset.history_length)),
             "density": density(comparison.dataset),
         }
-        cells |= {metric: _relative(difference) for metric, difference in comparison.differences[ALL].items()}
-        words = comparison.in_words(comparison.differences[ALL]["NDCG@10"])
+        cells |= {metric: _relative(difference) for metric, difference in comparison.overall.items()}
+        words = comparison.in_words(comparison.overall["NDCG@10"])
         rows.append(Row(_of(comparison) | cells | {"NDCG@10 in words": words}, comparison.records))
     columns: dict[str, Style] = {"events per item": "number", "events per user": "number", "density": "number"}
     columns |= dict.fromkeys(METRICS, "change") | {"NDCG@10 in words": "text"}
@@ -357,7 +361,7 @@ def sparsity_in_words(study: Study) -> dict[str, str]:
     words = {}
     for model in dict.fromkeys(comparison.model for comparison in study.of_recipe()):
         points = [
-            (events_per_item(one.dataset), one.differences[ALL]["NDCG@10"].relative)
+            (events_per_item(one.dataset), one.overall["NDCG@10"].relative)
             for one in study.of_recipe()
             if one.model == model and not one.caveat
         ]
@@ -430,8 +434,8 @@ def controls(study: Study) -> Table:
     }
     columns |= {"against full": "signed", "full, in words": "text", "against off": "signed", "off, in words": "text"}
     notes = (
-        "A real effect of an item's own τ must vanish when τ is dealt out anew among the items: then the changed filter"
-        " is worse than the full one.",
+        "Where an item's own τ does something, dealing τ out anew among the items must undo it: the changed filter is"
+        " then worse than the full one.",
     )
     return Table(
         "controls", "Parts of the filter changed one at a time", _OF | columns | {"seeds": "count"}, tuple(rows), notes
@@ -486,7 +490,10 @@ def noise(study: Study) -> Table:
         ]
         disturbed.sort(key=_share)
         clean = [
-            one for one in study.comparisons if (one.dataset.name, one.model, one.variant) == (dataset, model, recipe)
+            one.of_seeds(disturbed[0].seeds)
+            for one in study.comparisons
+            if (one.dataset.name, one.model, one.variant) == (dataset, model, recipe)
+            and set(one.seeds) >= set(disturbed[0].seeds)
         ]
         for comparison in (*clean, *disturbed):
             cells = _noise_cells(comparison, disturbed[0] if comparison in clean else comparison)
@@ -516,7 +523,7 @@ def _share(comparison: Comparison) -> float:
 
 def _noise_cells(comparison: Comparison, told: Comparison) -> dict[str, Cell]:
     """The figures of a comparison; the confidence in true histories stands in the records of noise, `told`."""
-    difference = comparison.differences[ALL]["HR@10"]
+    difference = comparison.overall["HR@10"]
     cells: dict[str, Cell] = {"off": difference.second, "on": difference.first, "difference": _absolute(difference)}
     cells["in words"] = comparison.in_words(difference)
     key = "list_confidence" if comparison is told else "list_confidence_true"
@@ -673,7 +680,7 @@ def _environment(run: RunRecord) -> tuple[tuple[str, str], ...]:
 # Cells that several tables have
 
 _OF: dict[str, Style] = {"data set": "text", "model": "text"}
-_SIZE: dict[str, Style] = {"of them": "count", "ceiling": "metric"}
+_SIZE: dict[str, Style] = {"users": "count", "ceiling": "metric"}
 _DIFFERENCE: dict[str, Style] = {
     "off": "metric",
     "on": "metric",
@@ -691,7 +698,7 @@ def _size(comparison: Comparison, stratum: Stratum) -> dict[str, Cell]:
     users = comparison.users[stratum]
     impossible = np.zeros(len(users), bool)
     impossible[comparison.dataset.impossible] = True
-    return {"of them": int(users.sum()), "ceiling": float(1 - impossible[users].mean())}
+    return {"users": int(users.sum()), "ceiling": float(1 - impossible[users].mean())}
 
 
 def _difference_cells(comparison: Comparison, difference: Difference) -> dict[str, Cell]:

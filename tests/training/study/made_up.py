@@ -103,7 +103,12 @@ def learned() -> dict[str, Any]:
 
 
 def noise(share: float, filtering: bool) -> dict[str, float]:
-    figures = {"share": share, "replaced_events": 100.0, "list_confidence": 0.1 - share / 10, "list_confidence_true": 0.1}
+    figures = {
+        "share": share,
+        "replaced_events": 100.0,
+        "list_confidence": 0.1 - share / 10,
+        "list_confidence_true": 0.1,
+    }
     figures |= {"kriging_weight_replaced": 0.02, "kriging_weight_other": 0.04}
     return figures | ({"precision_replaced": 0.5, "precision_other": 1.0} if filtering else {})
 
