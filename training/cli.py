@@ -1,12 +1,13 @@
 """`bft-train`: train a model from an interaction log, judge it, fetch data, manage the registry."""
 
+import fnmatch
 import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,7 +16,7 @@ from model.bundle import Bundle, BundleError, open_bundle
 from training import datasets
 from training.config import ConfigError, load_config, override_config
 from training.events import DataConfig
-from training.progress import reporter
+from training.progress import Reporter, reporter
 from training.tables import DataError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -27,6 +28,8 @@ app.add_typer(registry_app, name="registry")
 # Read when torch is imported, below. A thread that waits for the others sleeps instead of spinning: with other work on
 # the same cores, spinning made an epoch many times longer.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+STUDY_RECORDS, STUDY_REPORT, QUICK_STUDY = Path("benchmarks/results"), Path("docs/study"), Path("runs/quick")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry's folder.")]
@@ -138,6 +141,87 @@ def explain(
     _print({**answer.fields, "figure": str(figure)} if as_json else f"{answer.text}\n\nfigure: {figure}", as_json)
 
 
+@app.command()
+def report(
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            "--records",
+            help="Folder of the records, with datasets/ and runs/; with --suite they are also kept there. Default:"
+            f" {STUDY_RECORDS}, and {QUICK_STUDY} for the quick suite.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for report.md, tables.json and the figures. Default:"
+            f" {STUDY_REPORT}, and {QUICK_STUDY}/report for the quick suite."
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Write nothing; recompute every table and compare with OUT. Status 1 names the first difference.",
+        ),
+    ] = False,
+    suite: Annotated[
+        Literal["quick", "full"] | None,
+        typer.Option(
+            help="First train what has no record yet. quick: SASRec on Beauty and Toys, 8 epochs, one seed, at most 20"
+            " minutes on 2 cores. full: up to 24 hours on one thread; can be interrupted and goes on."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="With --suite: runs at a time, one thread each.")] = 2,
+    only: Annotated[
+        str, typer.Option(metavar="GLOB", help="With --suite: runs whose names match, e.g. 'toys-*-s1'.")
+    ] = "*",
+    recipes: Annotated[Path, typer.Option(help="With --suite: folder of the recipes.")] = Path("configs/recipes"),
+    scratch: Annotated[Path, typer.Option(help="With --suite: folder of the checkpoints of unfinished runs.")] = Path(
+        "runs/study"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Does filtering help, on which data, for which users and items, how certainly? From run records alone.
+
+    Writes the report with its tables and figures, or, with --check, tells whether the written one still follows from
+    the records.
+    """
+    quick = suite == "quick"
+    records = records or (QUICK_STUDY if quick else STUDY_RECORDS)
+    out = out or (QUICK_STUDY / "report" if quick else STUDY_REPORT)
+    failed: list[str] = []
+    with _errors_as_messages():
+        if check and suite:
+            raise ConfigError("--check trains nothing; leave out --suite")
+        from training.study import report as reporting
+
+        with reporter() as progress:
+            if suite:
+                failed = _work_through(suite, only, recipes, records, scratch, jobs, progress)
+            progress.stage(f"reading the records in {records}")
+            composed = reporting.compose(records, out)
+            if check:
+                difference = reporting.first_difference(composed, out)
+                result: dict[str, Any] = {"runs": len(composed.study.runs), "difference": difference}
+                text = f"{out}: every table follows from {result['runs']} run records"
+            else:
+                progress.stage(f"writing the report to {out}")
+                files = reporting.write_report(composed, out)
+                answer = composed.tables["tables"][0]["rows"]
+                result = {"files": [str(file) for file in files], "failed": failed, "answer": answer}
+                text = str(files[0])
+    if check and difference:
+        failed = [difference]
+    for line in failed:
+        typer.echo(f"bft-train: {line}", err=True)
+    if as_json or not (check and failed):
+        _print(result if as_json else text, as_json)
+    if failed:
+        raise typer.Exit(1)
+
+
 @data_app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(datasets.DATASETS)}")],
@@ -172,6 +256,27 @@ def rollback(registry: RegistryOption, as_json: AsJson = False) -> None:
 def main() -> None:
     """Entry point of `bft-train`."""
     app()
+
+
+def _work_through(
+    suite: str, only: str, recipes: Path, records: Path, scratch: Path, jobs: int, progress: Reporter
+) -> list[str]:
+    """Do the runs of a suite that have no record; one line each that failed."""
+    # torch, which reading records does without.
+    from training.study import suite as suites
+
+    runs = [run for run in suites.SUITES[suite] if fnmatch.fnmatchcase(run.name, only)]
+    if not runs:
+        names = ", ".join(run.name for run in suites.SUITES[suite])
+        raise ConfigError(f"--only {only!r} matches no run of the suite {suite}; they are: {names}")
+    folders = suites.Folders(recipes, records, scratch)
+    return suites.work_through(runs, folders, _log_overrides, jobs, progress)
+
+
+def _log_overrides(name: str) -> list[str]:
+    """Overrides that say where the log of a data set lies and how it is read."""
+    found = datasets.find(name).config.model_dump(mode="json")
+    return [f"data.{key}={json.dumps(value)}" for key, value in found.items()]
 
 
 def _check_question(

@@ -46,8 +46,11 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--figure {path} cannot be written: {folder} is no folder one may write to; name another")
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
     """Write a figure, whole, in the format that the name ends in.
+
+    Args:
+        dpi: dots per inch, of a PNG.
 
     Raises:
         OSError: the file cannot be written.
@@ -56,7 +59,7 @@ def save(figure: Figure, path: Path) -> None:
     with warnings.catch_warnings():
         # A title in a script that the font lacks is drawn as boxes; its id stands beside it.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(buffer, format=path.suffix[1:].lower(), dpi=DPI)
+        figure.savefig(buffer, format=path.suffix[1:].lower(), dpi=dpi)
     write_whole(path, buffer.getvalue())
 
 

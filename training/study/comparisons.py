@@ -113,8 +113,7 @@ class Comparison:
         return self._difference(self.users[ALL])
 
     def _difference(self, users: np.ndarray) -> dict[str, Difference]:
-        on, off = (per_user(side, self.dataset) for side in (self.on, self.off))
-        return paired_differences(*({name: values[:, users] for name, values in side.items()} for side in (on, off)))
+        return paired_differences(per_user(self.on, self.dataset, users), per_user(self.off, self.dataset, users))
 
     def in_words(self, difference: Difference) -> str:
         """What a difference of this comparison says, and why it carries no claim if it does not."""
@@ -180,10 +179,13 @@ def noise_of(variant: str) -> tuple[str, str] | None:
     return (matched[1] or "", matched[2]) if matched else None
 
 
-def per_user(runs: Sequence[RunRecord], dataset: DatasetRecord) -> dict[str, np.ndarray]:
-    """Metric → (S,U) of runs on one data set."""
+def per_user(
+    runs: Sequence[RunRecord], dataset: DatasetRecord, users: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Metric → (S,U) of runs on one data set; of some of its users where a mask is given."""
     ranks_SU = np.stack([run.ranks(dataset.num_users) for run in runs])
-    return {name: metric(ranks_SU) for name, metric in METRICS.items()}
+    kept = ranks_SU if users is None else ranks_SU[:, users]
+    return {name: metric(kept) for name, metric in METRICS.items()}
 
 
 def model_order(model: str) -> tuple[int, str]:

@@ -6,16 +6,17 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from training.figures import GREY, LAYER_COLOURS, MARKERS, legend, logarithmic
 from training.study import tables
 from training.study.compare import METRICS, Difference
-from training.study.comparisons import ALL, COLD, MODELS, RARE, Study
+from training.study.comparisons import ALL, COLD, MODELS, RARE, Comparison, Stratum, Study
 from training.study.layout import Estimate, Row, Table
 
 OFF, ON = GREY, LAYER_COLOURS[0]
 """Colours of filtering off and on, in every figure."""
-PANELS_A_ROW = 3
+PANELS_A_ROW = 4
 PERCENT = "change by filtering, %"
 
 
@@ -33,6 +34,7 @@ def differences(study: Study) -> Figure:
                     _relative_bar(panel, difference, place + 0.12 - 0.24 * index, index, bool(comparison.caveat))
         panel.axvline(0, color="black", linewidth=0.8)
         panel.set(title=stratum[1], xlabel=PERCENT)
+        panel.set_xlim(*_limits(compared, stratum))
     for index, metric in enumerate(METRICS):
         panels[0].plot([], [], color=LAYER_COLOURS[index], marker=MARKERS[index], linewidth=1, label=metric)
     panels[0].plot([], [], color=GREY, marker="o", markerfacecolor="white", linewidth=1, label="no claim")
@@ -44,7 +46,7 @@ def differences(study: Study) -> Figure:
 def by_stratum(study: Study) -> Figure:
     """NDCG@10 on − off in every stratum, a panel for each comparison that may carry a claim; for all if none may."""
     compared = [comparison for comparison in study.comparisons if not comparison.caveat] or study.comparisons
-    figure, panels = _grid(len(compared), height=3.4)
+    figure, panels = _grid(len(compared), height=2.6)
     for panel, comparison in zip(panels, compared, strict=True):
         shown = [stratum for stratum in comparison.differences if stratum[0] not in ("all", "headline")]
         divisions = list(dict.fromkeys(division for division, _ in shown))
@@ -83,6 +85,7 @@ def sparsity(study: Study) -> Figure:
     panel.axhline(0, color="black", linewidth=0.8)
     logarithmic(panel, "x")
     panel.set(xlabel="training events per item, log scale; hollow: no claim", ylabel=f"NDCG@10, {PERCENT}")
+    panel.set_ylim(*_limits(compared, ALL))
     return _finished(figure, "Relative gain against sparsity", [panel])
 
 
@@ -110,7 +113,7 @@ def learned(study: Study) -> Figure:
 
 def curves(study: Study) -> Figure:
     """Validation NDCG@10 by epoch, off and on, a line for each seed."""
-    figure, panels = _grid(len(study.comparisons), height=2.8)
+    figure, panels = _grid(len(study.comparisons), height=1.9)
     for panel, comparison in zip(panels, study.comparisons, strict=True):
         for side, colour, label in ((comparison.off, OFF, "off"), (comparison.on, ON, "on")):
             for number, run in enumerate(side):
@@ -119,6 +122,7 @@ def curves(study: Study) -> Figure:
                 panel.plot(epochs, values, color=colour, linewidth=1, label=label if number == 0 else None)
                 if run.curve:
                     panel.plot(run.best_epoch, values[run.best_epoch - 1], color=colour, marker="o", markersize=4)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set(title=f"{comparison.label} on {comparison.dataset.name}", xlabel="epoch")
     return _finished(figure, "Validation NDCG@10 by epoch, a line for each seed; dots: the epoch kept", panels[:1])
 
@@ -127,7 +131,7 @@ def noise(study: Study) -> Figure:
     """HR@10, stated confidence and weight of replaced events over the share of replaced events, off and on."""
     rows = tables.noise(study).rows
     kinds = list(dict.fromkeys(_noise_kind(row) for row in rows))
-    figure = Figure(figsize=(11, 0.6 + 2.6 * len(kinds)), layout="constrained")
+    figure = Figure(figsize=(11, 0.6 + 2.3 * len(kinds)), layout="constrained")
     grid = figure.subplots(len(kinds), 3, squeeze=False)
     quantities = {
         "HR@10": "",
@@ -170,6 +174,16 @@ def _relative(difference: Difference) -> tuple[float, Any]:
     return mean, [[mean - difference.low * scale], [difference.high * scale - mean]]
 
 
+def _limits(compared: Sequence[Comparison], stratum: Stratum) -> tuple[float, float]:
+    """Limits that show the intervals of what may carry a claim whole; those of small data sets may be cut."""
+    shown = [comparison for comparison in compared if not comparison.caveat] or compared
+    found = [one.differences[stratum][metric] for one in shown for metric in METRICS if stratum in one.differences]
+    edges = [100 * edge / one.second for one in found if one.second for edge in (one.low, one.high)]
+    low, high = min([*edges, -1.0]), max([*edges, 1.0])
+    margin = 0.15 * (high - low)
+    return low - margin, high + margin
+
+
 def _relative_bar(panel: Axes, difference: Difference, place: float, index: int, hollow: bool) -> None:
     mean, bar = _relative(difference)
     panel.errorbar(mean, place, xerr=bar, **_style(index, hollow))
@@ -199,7 +213,7 @@ def _series(panel: Axes, table: Table, by: str, estimate: Any) -> None:
         # A mean of equal numbers may lie an ulp beside them.
         bars = np.maximum([mean - low, high - mean], 0)
         places = [labels.index(str(row.cells[by])) + 0.04 * (number - len(kinds) / 2) for row in mine]
-        style = {
+        style: dict[str, Any] = {
             "color": LAYER_COLOURS[number % len(LAYER_COLOURS)],
             "marker": MARKERS[models.index(kind[0]) % len(MARKERS)],
         }
@@ -218,7 +232,7 @@ def _estimate(row: Row, name: str) -> tuple[float, float, float]:
 def _grid(number: int, height: float) -> tuple[Figure, list[Axes]]:
     across = min(PANELS_A_ROW, number)
     down = -(-number // across)
-    figure = Figure(figsize=(1 + 4 * across, 0.5 + height * down), layout="constrained")
+    figure = Figure(figsize=(1 + 2.9 * across, 0.5 + height * down), layout="constrained")
     panels = list(figure.subplots(down, across, squeeze=False).flat)
     for spare in panels[number:]:
         spare.remove()

@@ -1,11 +1,12 @@
 """Tables as plain data, and what becomes of them: Markdown for people, JSON for programs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Style = Literal["text", "count", "metric", "signed", "number", "share", "change"]
-"""`metric` .0000, `signed` its difference, `number` three digits, `share` a percentage, `change` a signed one."""
+Style = str
+"""How a column is shown: `text`; `count` 1,234; `metric` 0.0123 and `signed`, its difference; `number`, three digits;
+`share` 12.3 % and `change`, the same with a sign."""
 NONE = "–"
 SIGNIFICANT_DIGITS = 6
 """Kept of a number in JSON: more than is shown, fewer than sums differ by between machines."""
@@ -85,15 +86,17 @@ def shown(cell: Cell, style: Style) -> str:
             return f"{cell:.1%}".replace("%", " %")
         case "change":
             return _minus(f"{cell:+.1%}".replace("%", " %"))
-        case _:
+        case "number":
             return _minus(f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:,.0f}")
+        case _:
+            raise ValueError(f"no column is shown as {style!r}: the cell is {cell!r}")
 
 
 def _minus(text: str) -> str:
     return text.replace("-", "−")
 
 
-def _line(cells: Any) -> str:
+def _line(cells: Iterable[object]) -> str:
     return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -12,13 +12,26 @@ from typing import Any
 from training.files import write_whole
 from training.study import tables
 from training.study.compare import METRICS
-from training.study.comparisons import ALL, COLD, MIN_SEEDS, MIN_USERS, RARE, Comparison, Stratum, Study, study_of
+from training.study.comparisons import (
+    ALL,
+    COLD,
+    MIN_SEEDS,
+    MIN_USERS,
+    MODELS,
+    RARE,
+    Comparison,
+    Stratum,
+    Study,
+    study_of,
+)
 from training.study.layout import Row, Table
 from training.study.records import read_all, run_path
 from training.tables import DataError
 
 REPORT, TABLES = "report.md", "tables.json"
 """Files in the report's folder; figures lie beside them."""
+FIGURE_DPI = 100
+"""They are kept in the repository, each below 150 kB."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ def write_report(composed: Composed, out: Path) -> list[Path]:
     write_whole(out / TABLES, composed.json_text.encode())
     drawn = [out / f"{name}.png" for name in FIGURES if _has_data(name, composed.study)]
     for path in drawn:
-        save(DRAWN[path.stem](composed.study), path)
+        save(DRAWN[path.stem](composed.study), path, dpi=FIGURE_DPI)
     return [out / REPORT, out / TABLES, *drawn]
 
 
@@ -220,36 +233,43 @@ def answer_in_sentences(study: Study) -> list[str]:
     judged = claims or study.comparisons
     if not judged:
         return ["No pair of runs, filtering on and off, with the same data, model and seed is among the records."]
-    which = f"may carry a claim (at least {MIN_SEEDS} seeds and {MIN_USERS:,} test users)"
+    may_claim = f"that may carry a claim (at least {MIN_SEEDS} seeds and {MIN_USERS:,} test users)"
     if claims:
-        head = f"{len(claims)} of {len(study.comparisons)} comparisons, backbone × data set, {which}. With filtering:"
+        which = f"the {len(claims)} comparisons, backbone × data set, {may_claim}"
+        head = f"**NDCG@10 of all test users with filtering: {_counted(judged, ALL, 'NDCG@10')}**, over {which}."
     else:
         head = (
-            f"**No claim can be made yet**: none of the {len(study.comparisons)} comparisons {which}. What they show:"
+            f"**No claim can be made yet**: of the {len(study.comparisons)} comparisons, backbone × data set, none is"
+            f" one {may_claim}. What they show is no evidence:"
         )
     groups = (("All test users", ALL), ("Rare target items", RARE), ("Cold users", COLD))
     lines = [
-        f"- **{name}**: {'; '.join(_counted(judged, stratum, metric) for metric in METRICS)}."
+        f"- **{name}**: " + "; ".join(f"{metric} {_counted(judged, stratum, metric)}" for metric in METRICS) + "."
         for name, stratum in groups
     ]
     lines.append(f"- **Popularity**: {_shifts_in_words(judged)}.")
-    trends = tables.sparsity_in_words(study)
-    lines += [
-        f"- **Sparsity**, {tables.MODELS.get(model, model)}: {words}." for model, words in trends.items() if claims
-    ]
+    if claims:
+        models = {comparison.model for comparison in claims}
+        trends = {model: words for model, words in tables.sparsity_in_words(study).items() if model in models}
+        lines += [f"- **Sparsity**, {MODELS.get(model, model)}: {words}." for model, words in trends.items()]
     lines.append(f"- **Baselines**: {_targets_in_words(study)}. A gain over a weak baseline would count for nothing.")
     return [head, "\n".join(lines)]
 
 
 def _counted(compared: list[Comparison], stratum: Stratum, metric: str) -> str:
-    """`NDCG@10 better in 1 of 6 (SASRec on toys), worse in 0, no difference shown in 5`."""
+    """`better in 1 of 6 (SASRec on toys), worse in 0, no difference shown in 5`."""
     found = [(one, one.differences[stratum][metric].verdict) for one in compared if stratum in one.differences]
-    parts = []
-    for verdict in ("better", "worse", "no difference shown"):
-        named = [f"{one.label} on {one.dataset.name}" for one, said in found if said == verdict]
-        listed = f" ({', '.join(named)})" if named and verdict != "no difference shown" else ""
-        parts.append(f"{verdict} in {len(named)}" + (f" of {len(found)}" if not parts else "") + listed)
-    return f"{metric} {', '.join(parts)}"
+    named = {
+        verdict: [f"{one.label} on {one.dataset.name}" for one, said in found if said == verdict]
+        for verdict in ("better", "worse")
+    }
+    neither = len(found) - sum(map(len, named.values()))
+    if neither == len(found):
+        return f"no difference shown in any of {len(found)}"
+    parts = [
+        f"{verdict} in {len(names)}" + (f" ({', '.join(names)})" if names else "") for verdict, names in named.items()
+    ]
+    return ", ".join([*parts, f"no difference shown in {neither}"]) + f", of {len(found)}"
 
 
 def _shifts_in_words(compared: list[Comparison]) -> str:
