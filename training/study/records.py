@@ -23,6 +23,9 @@ KEPT_RANK = 20
 BASELINES = ("popularity", "markov")
 """Models that only count (`baselines`): no recipe, no configuration, no curve; seed 0."""
 
+DATA_KEYS = ("sha256", "users", "items", "rows_kept", "train_users")
+"""What a data set's record must say of reading and splitting."""
+
 Record = TypeVar("Record", bound="_Record")
 
 
@@ -62,8 +65,8 @@ class DatasetRecord(_Record):
             )
         if any(not 0 <= user < self.num_users for user in self.impossible):
             raise ValueError(f"impossible names a user that is none of 0 … {self.num_users - 1}")
-        if "sha256" not in self.data:
-            raise ValueError("data.sha256 is missing: no run can be traced to this data set")
+        if lacking := [key for key in DATA_KEYS if key not in self.data]:
+            raise ValueError(f"data lacks {', '.join(lacking)}")
         return self
 
 
