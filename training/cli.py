@@ -191,34 +191,29 @@ def report(
     quick = suite == "quick"
     records = records or (QUICK_STUDY if quick else STUDY_RECORDS)
     out = out or (QUICK_STUDY / "report" if quick else STUDY_REPORT)
-    failed: list[str] = []
     with _errors_as_messages():
         if check and suite:
             raise ConfigError("--check trains nothing; leave out --suite")
         from training.study import report as reporting
 
         with reporter() as progress:
-            if suite:
-                failed = _work_through(suite, only, recipes, records, scratch, jobs, progress)
+            failed = _work_through(suite, only, recipes, records, scratch, jobs, progress) if suite else []
+            _complain(failed)
             progress.stage(f"reading the records in {records}")
             composed = reporting.compose(records, out)
             if check:
                 difference = reporting.first_difference(composed, out)
-                result: dict[str, Any] = {"runs": len(composed.study.runs), "difference": difference}
-                text = f"{out}: every table follows from {result['runs']} run records"
+                _complain([difference] if difference else [])
+                result = {"runs": len(composed.study.runs), "difference": difference}
+                text = difference or f"{out}: every table follows from {result['runs']} run records"
             else:
+                difference = None
                 progress.stage(f"writing the report to {out}")
-                files = reporting.write_report(composed, out)
-                answer = composed.tables["tables"][0]["rows"]
-                result = {"files": [str(file) for file in files], "failed": failed, "answer": answer}
-                text = str(files[0])
-    if check and difference:
-        failed = [difference]
-    for line in failed:
-        typer.echo(f"bft-train: {line}", err=True)
-    if as_json or not (check and failed):
-        _print(result if as_json else text, as_json)
-    if failed:
+                files = [str(path) for path in reporting.write_report(composed, out)]
+                result = {"files": files, "failed": failed, "answer": composed.tables["tables"][0]["rows"]}
+                text = files[0]
+    _print(result if as_json else text, as_json)
+    if failed or difference:
         raise typer.Exit(1)
 
 
@@ -256,6 +251,12 @@ def rollback(registry: RegistryOption, as_json: AsJson = False) -> None:
 def main() -> None:
     """Entry point of `bft-train`."""
     app()
+
+
+def _complain(problems: list[str]) -> None:
+    """Say on standard error what went wrong, one line each."""
+    for problem in problems:
+        typer.echo(f"bft-train: {problem}", err=True)
 
 
 def _work_through(
