@@ -199,12 +199,14 @@ def report(
         with reporter() as progress:
             failed = _work_through(suite, only, recipes, records, scratch, jobs, progress) if suite else []
             _complain(failed)
+            if failed and not any(records.glob("runs/*.json")):
+                raise typer.Exit(1)
             progress.stage(f"reading the records in {records}")
             composed = reporting.compose(records, out)
             if check:
                 difference = reporting.first_difference(composed, out)
                 _complain([difference] if difference else [])
-                result = {"runs": len(composed.study.runs), "difference": difference}
+                result: dict[str, Any] = {"runs": len(composed.study.runs), "difference": difference}
                 text = difference or f"{out}: every table follows from {result['runs']} run records"
             else:
                 difference = None

@@ -106,8 +106,8 @@ def history_figure(explanation: Explanation, title: str) -> Figure:
         panel.xaxis.label.set_fontsize(8)
         panel.tick_params(axis="x", labelsize=8)
     if explanation.filtering:
-        legend(panels[0])
-    legend(heard)
+        _legend(panels[0])
+    _legend(heard)
     return figure
 
 
@@ -151,7 +151,7 @@ def survey_figure(survey: Survey, title: str, against: Survey | None = None) -> 
         panel.title.set_fontsize(10)
         panel.xaxis.label.set_fontsize(8)
         panel.tick_params(labelsize=8)
-        legend(panel)
+        _legend(panel)
     return figure
 
 
@@ -228,8 +228,7 @@ def _style(layer: int, num_layers: int) -> dict[str, Any]:
     return {"color": colour, "marker": MARKERS[layer % len(MARKERS)]}
 
 
-def legend(panel: Axes) -> None:
-    """A small legend; of many series, some."""
+def _legend(panel: Axes) -> None:
     handles, labels = panel.get_legend_handles_labels()
     most = 6
     step = -(-len(labels) // most)

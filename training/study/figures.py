@@ -1,6 +1,7 @@
 """The report's figures, drawn from the same tables that it prints."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from training.figures import GREY, LAYER_COLOURS, MARKERS, legend, logarithmic
+from training.figures import GREY, LAYER_COLOURS, MARKERS, logarithmic
 from training.study import tables
 from training.study.compare import METRICS, Difference
 from training.study.comparisons import ALL, COLD, MODELS, RARE, Comparison, Stratum, Study
@@ -40,7 +41,7 @@ def differences(study: Study) -> Figure:
     panels[0].plot([], [], color=GREY, marker="o", markerfacecolor="white", linewidth=1, label="no claim")
     panels[0].set_yticks(places, [f"{one.label}\n{one.dataset.name}" for one in compared], fontsize=8)
     panels[0].set_ylim(-0.6, len(compared) - 0.4)
-    return _finished(figure, "Filtering on against off, 95 % intervals over users and seeds", [panels[0]])
+    return _finished(figure, "Filtering on against off, 95 % intervals over users and seeds", panels[0])
 
 
 def by_stratum(study: Study) -> Figure:
@@ -61,7 +62,7 @@ def by_stratum(study: Study) -> Figure:
         panel.axhspan(overall.low, overall.high, color="0.9", zorder=0, label="all users")
         panel.set_xticks(places, [name for _, name in shown], rotation=60)
         panel.set(title=f"{comparison.label} on {comparison.dataset.name}")
-    return _finished(figure, "NDCG@10, filtering on − off, by stratum", panels[:1])
+    return _finished(figure, "NDCG@10, filtering on − off, by stratum", panels[0])
 
 
 def sparsity(study: Study) -> Figure:
@@ -77,21 +78,27 @@ def sparsity(study: Study) -> Figure:
                 # Models on one data set stand side by side.
                 across *= 1 + 0.03 * index
                 panel.errorbar(across, *_relative(difference), linestyle="", **style)
-                panel.annotate(comparison.dataset.name, (across, 100 * (difference.relative or 0)), fontsize=7,
-                               xytext=(4, 4), textcoords="offset points")  # fmt: skip
         panel.plot(
             [], [], color=LAYER_COLOURS[index], marker=MARKERS[index], linewidth=1, label=MODELS.get(model, model)
         )
+    for dataset in {one.dataset.name: one.dataset for one in compared}.values():
+        across = tables.events_per_item(dataset) * 0.97
+        panel.text(across, 0.02, dataset.name, rotation=90, fontsize=7, transform=panel.get_xaxis_transform())
     panel.axhline(0, color="black", linewidth=0.8)
     logarithmic(panel, "x")
     panel.set(xlabel="training events per item, log scale; hollow: no claim", ylabel=f"NDCG@10, {PERCENT}")
     panel.set_ylim(*_limits(compared, ALL))
-    return _finished(figure, "Relative gain against sparsity", [panel])
+    return _finished(figure, "Relative gain against sparsity", panel)
 
 
 def learned(study: Study) -> Figure:
-    """What the filter learned: the gain K by item frequency and history length, and τ by item frequency."""
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    """What the filter learned: the gain K by item frequency and history length, and τ by item frequency.
+
+    Of the comparisons that may carry a claim; of all if none may.
+    """
+    claims = [comparison for comparison in study.comparisons if not comparison.caveat]
+    study = replace(study, comparisons=claims or study.comparisons)
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     for panel, (name, by) in zip(
         panels, (("gain", "item's training uses"), ("gain_by_history_length", "events before")), strict=False
@@ -108,7 +115,7 @@ def learned(study: Study) -> Figure:
     )
     logarithmic(panels[2], "y")
     panels[2].set(title="initial precision τ: median and quartiles of items", xlabel="item's training uses")
-    return _finished(figure, "What the filter learned, mean over seeds", [panels[0]])
+    return _finished(figure, "What the filter learned, mean over seeds", panels[0])
 
 
 def curves(study: Study) -> Figure:
@@ -124,7 +131,7 @@ def curves(study: Study) -> Figure:
                     panel.plot(run.best_epoch, values[run.best_epoch - 1], color=colour, marker="o", markersize=4)
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set(title=f"{comparison.label} on {comparison.dataset.name}", xlabel="epoch")
-    return _finished(figure, "Validation NDCG@10 by epoch, a line for each seed; dots: the epoch kept", panels[:1])
+    return _finished(figure, "Validation NDCG@10 by epoch, a line for each seed; dots: the epoch kept", panels[0])
 
 
 def noise(study: Study) -> Figure:
@@ -142,14 +149,14 @@ def noise(study: Study) -> Figure:
         mine = [row for row in rows if _noise_kind(row) == kind]
         for panel, (title, prefix) in zip(panels, quantities.items(), strict=True):
             for side, colour, marker in (("off", OFF, "o"), ("on", ON, "s")):
-                points = [(row.cells["share"], row.cells.get(f"{prefix}{side}")) for row in mine]
-                known = [(100 * share, value) for share, value in points if value is not None]  # type: ignore[operator]
-                if known:
-                    panel.plot(
-                        *zip(*known, strict=True), color=colour, marker=marker, markersize=4, linewidth=1, label=side
-                    )
+                points = [(100 * float(str(row.cells["share"])), row.cells.get(f"{prefix}{side}")) for row in mine]
+                known = [(share, value) for share, value in points if value is not None]
+                style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1}
+                panel.plot([share for share, _ in known], [value for _, value in known], label=side, **style)
             panel.set(title=f"{kind[0]}: {title}", xlabel=f"events replaced in {kind[2]}, %", ylim=(0, None))
-    return _finished(figure, "Histories with events replaced by random items", list(grid[:, 0]))
+            if not any(len(line.get_xydata()) for line in panel.lines):
+                panel.remove()  # of training noise there is no event to weigh
+    return _finished(figure, "Histories with events replaced by random items", grid[0, 0])
 
 
 DRAWN = {
@@ -206,19 +213,17 @@ def _series(panel: Axes, table: Table, by: str, estimate: Any) -> None:
     """A line for each comparison of a table, over the values of the column `by`."""
     labels = list(dict.fromkeys(str(row.cells[by]) for row in table.rows))
     kinds = list(dict.fromkeys((str(row.cells["model"]), str(row.cells["data set"])) for row in table.rows))
-    models = list(dict.fromkeys(model for model, _ in kinds))
+    models, names = (list(dict.fromkeys(part)) for part in zip(*kinds, strict=True))
     for number, kind in enumerate(kinds):
         mine = [row for row in table.rows if (row.cells["model"], row.cells["data set"]) == kind]
         mean, low, high = np.array([estimate(row) for row in mine], float).T
         # A mean of equal numbers may lie an ulp beside them.
         bars = np.maximum([mean - low, high - mean], 0)
         places = [labels.index(str(row.cells[by])) + 0.04 * (number - len(kinds) / 2) for row in mine]
-        style: dict[str, Any] = {
-            "color": LAYER_COLOURS[number % len(LAYER_COLOURS)],
-            "marker": MARKERS[models.index(kind[0]) % len(MARKERS)],
-        }
-        line = ("-", "--", ":")[number // len(LAYER_COLOURS) % 3]
-        panel.errorbar(places, mean, bars, linestyle=line, markersize=4, linewidth=1, capsize=2,
+        model, name = models.index(kind[0]), names.index(kind[1])
+        colour, marker = LAYER_COLOURS[name % len(LAYER_COLOURS)], MARKERS[model % len(MARKERS)]
+        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": ("-", "--", ":")[model % 3]}
+        panel.errorbar(places, mean, bars, markersize=4, linewidth=1, capsize=2,
                        elinewidth=0.8, label=" on ".join(kind), **style)  # fmt: skip
     panel.set_xticks(range(len(labels)), labels, rotation=35)
 
@@ -239,7 +244,7 @@ def _grid(number: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, panels[:number]
 
 
-def _finished(figure: Figure, title: str, legends: Sequence[Axes]) -> Figure:
+def _finished(figure: Figure, title: str, legend_of: Axes) -> Figure:
     figure.suptitle(title, fontsize=11)
     for panel in figure.axes:
         panel.grid(color="0.92")
@@ -248,6 +253,6 @@ def _finished(figure: Figure, title: str, legends: Sequence[Axes]) -> Figure:
         panel.xaxis.label.set_fontsize(8)
         panel.yaxis.label.set_fontsize(8)
         panel.tick_params(labelsize=8)
-    for panel in legends:
-        legend(panel)
+    handles, labels = legend_of.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
     return figure

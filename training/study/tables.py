@@ -93,7 +93,7 @@ def answer(study: Study) -> Table:
         notes.append(f"**None of these comparisons carries a claim**: {need}.")
     elif len(claims) < len(study.comparisons):
         others = len(study.comparisons) - len(claims)
-        notes.append(f"{others} more comparisons carry no claim; they follow below, each with the reason.")
+        notes.append(f"{others} more without a claim follow below, each with the reason.")
     columns: dict[str, Style] = {"seeds": "count", "off": "metric", "on": "metric"} | dict.fromkeys(_GROUPS, "text")
     return Table("answer", "The answer", _OF | {"metric": "text"} | columns, tuple(rows), tuple(notes))
 
