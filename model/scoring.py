@@ -42,7 +42,7 @@ class FinalLayerNorm(nn.LayerNorm):
 
 
 class UnitNorm(nn.Module):
-    """States and items as unit vectors, so that a score is a cosine over a temperature κ (HSTU).
+    """States and items as unit vectors, so that a score is a cosine over a temperature κ.
 
     κ divides z and not the score: 1 + c·v then compares a variance with the logit's own unit.
 
@@ -67,17 +67,16 @@ class UnitNorm(nn.Module):
 class GaussianHead(nn.Module):
     """The scoring head: a norm and three learned scalars (math.md, "Scoring and its uncertainty" [O]).
 
-    The norm says how a state and the items enter: HSTU's are unit vectors, the others have LN_f.
+    The norm says how a state and the items enter: as unit vectors, or the state through LN_f.
 
     Args:
-        config: `width`, `backbone`, `temperature` and `filtering`; without filtering the head is the inner product
-            alone.
+        config: `width`, `head`, `temperature`, `filtering`, `parts`; without filtering the head is the product alone.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        is_cosine = config.backbone == "hstu"
-        self.norm = UnitNorm(config.temperature) if is_cosine else FinalLayerNorm(config.width)
+        self.norm = UnitNorm(config.temperature) if config.scores_by_cosine else FinalLayerNorm(config.width)
+        self.score_variance = config.parts.score_variance
         self.filtering = config.filtering
         if config.filtering:
             self.candidate_level = nn.Parameter(torch.zeros(()))
@@ -94,7 +93,9 @@ class GaussianHead(nn.Module):
 
     def shrinkage(self) -> Tensor:
         """c ≥ 0: how far variance pulls a score towards the catalogue's average; 0 for the plain head."""
-        return F.softplus(self.variance_scale) if self.filtering else torch.zeros(())
+        if not self.filtering or not self.score_variance:
+            return torch.zeros(())
+        return F.softplus(self.variance_scale)
 
     def candidate_variance(self, log_count_M: Tensor) -> Tensor:
         """r_i of each candidate, (M,) > 0: the fewer its training uses, the wider; 0 for the plain head."""
