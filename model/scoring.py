@@ -32,7 +32,7 @@ class FinalLayerNorm(nn.LayerNorm):
     """States through the last LayerNorm LN_f, items as they are."""
 
     def readout(self, state: Gaussian) -> Readout:
-        """z = LN_f(h), ρ = γ²/(s²λ) for states (R,D); an infinite precision gives variance 0."""
+        """z = LN_f(h), ρ = γ²/(s²λ) for states (R,D)."""
         spread = (state.mean.var(-1, correction=0, keepdim=True) + self.eps) * state.precision
         return Readout(self(state.mean), self.weight.square() / spread)
 
@@ -54,10 +54,14 @@ class UnitNorm(nn.Module):
         super().__init__()
         self.temperature = temperature
 
+    def forward(self, mean_RD: Tensor) -> Tensor:
+        """h/(κ‖h‖) (R,D)."""
+        return mean_RD / (self.temperature * _length(mean_RD))
+
     def readout(self, state: Gaussian) -> Readout:
-        """z = h/(κ‖h‖), ρ = 1/(κ²‖h‖²λ) for states (R,D); an infinite precision gives variance 0."""
+        """z = h/(κ‖h‖), ρ = 1/(κ²‖h‖²λ) for states (R,D)."""
         scale = self.temperature * _length(state.mean)
-        return Readout(state.mean / scale, (scale.square() * state.precision).reciprocal())
+        return Readout(self(state.mean), (scale.square() * state.precision).reciprocal())
 
     def items(self, items_MD: Tensor) -> Tensor:
         """e/‖e‖."""
@@ -84,7 +88,10 @@ class GaussianHead(nn.Module):
             self.variance_scale = nn.Parameter(torch.zeros(()))
 
     def readout(self, state: Gaussian) -> Readout:
-        """z and ρ of states (R,D), by the norm."""
+        """z and ρ of states (R,D), by the norm; without filtering ρ = 0."""
+        if not self.filtering:
+            z = self.norm(state.mean)
+            return Readout(z, torch.zeros_like(z))
         return self.norm.readout(state)
 
     def items(self, items_MD: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ def _optimizer(model: Backbone, config: OptimizerConfig) -> torch.optim.Optimize
     groups: list[dict[str, Any]] = [{"params": others, "weight_decay": config.weight_decay}]
     if precision:
         groups.append({"params": precision, "lr": config.learning_rate * config.precision_rate_multiple})
-    return torch.optim.Adam(groups, lr=config.learning_rate)
+    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True)
 
 
 def _finished(state: TrainState, config: OptimizerConfig) -> bool:
