@@ -47,7 +47,9 @@ class AddedDataset:
     is_new: bool
     """False: the same lay there already, and nothing was written."""
     rows_rejected: int
-    """Bad rows of its log; they are set aside whenever it is read."""
+    """Bad rows of its log: the copy has them too, and they are set aside whenever it is read."""
+    rejects: Path
+    """Where this reading has put them."""
 
 
 def add(
@@ -89,13 +91,13 @@ def add(
                         f"the data set {name} in {folder} has another log, other titles or another way to read them;"
                         f" choose another name, or give --replace to have it replaced by {config.path}"
                     )
-                return AddedDataset(present, False, log.rows_rejected)
+                return AddedDataset(present, False, log.rows_rejected, config.rejects_path)
             _install(folder, lambda staging: _fill(staging, name, config, log, titles))
     except OSError as error:
         raise DataError(
             f"cannot copy into the cache {folder.parent}: {error}; make room there, or choose another cache"
         ) from error
-    return AddedDataset(find(name, cache), True, log.rows_rejected)
+    return AddedDataset(find(name, cache), True, log.rows_rejected, config.rejects_path)
 
 
 def add_known(folder: Path, cache: Path | None = None, *, replace: bool = False) -> list[AddedDataset]:

@@ -270,8 +270,14 @@ def _check_question(
 
 
 def _data_config(bundle: Bundle, data: Path, overrides: list[str] | None) -> DataConfig:
-    """How to read a log: as its data set says, or as the bundle's was read, but for the overrides."""
-    as_trained = {} if datasets.resolve(data) else {"data": bundle.manifest.training["config"]["data"]}
+    """How to read a log, but for the overrides: as the bundle's was read, or as the data set named says.
+
+    The data set that the bundle was trained on is read as it was then.
+    """
+    as_trained = {"data": bundle.manifest.training["config"]["data"]}
+    found = datasets.resolve(data)
+    if found is not None and found.sha256 != bundle.manifest.data["sha256"]:
+        as_trained = {}
     config = override_config(as_trained, _data_overrides(data, overrides), "configuration").data
     datasets.check_log(config.path)
     return config
@@ -323,7 +329,9 @@ def _found_fields(found: datasets.FoundDataset) -> dict[str, Any]:
 
 
 def _added_fields(added: adding.AddedDataset) -> dict[str, Any]:
-    return {**_found_fields(added.dataset), "rows_rejected": added.rows_rejected, "added": added.is_new}
+    rejects = str(added.rejects) if added.rows_rejected else None
+    reading = {"rows_rejected": added.rows_rejected, "rejects": rejects}
+    return {**_found_fields(added.dataset), **reading, "added": added.is_new}
 
 
 def _missing_fields(known: datasets.Dataset) -> dict[str, Any]:
@@ -353,7 +361,7 @@ def _added_text(added: adding.AddedDataset) -> str:
     if known:
         lines.append(f"  {known.terms}")
     if added.rows_rejected:
-        lines.append(f"  {added.rows_rejected:,} bad rows, set aside whenever it is read")
+        lines.append(f"  {added.rows_rejected:,} bad rows, set aside whenever it is read: {added.rejects}")
     if not added.is_new:
         lines.append("  was there already, nothing was written")
     return "\n".join(lines)

@@ -164,11 +164,11 @@ class Description(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    log: Annotated[str, Field(pattern=r"^[^/]+$")]
+    log: Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
     """Name of a file or folder beside the description."""
     data: dict[str, Any]
     """The keys of `DataConfig` but `path` and `rejects`."""
-    titles: Annotated[str, Field(pattern=r"^[^/]+$")] | None = None
+    titles: Annotated[str, Field(pattern=r"^[^/.][^/]*$")] | None = None
     """Name of a file beside the description."""
     sha256: str
     """Of the log, as `EventLog.sha256`."""
@@ -336,7 +336,11 @@ def _described(name: str, folder: Path) -> FoundDataset:
         description = Description.model_validate(yaml.safe_load((folder / DESCRIPTION).read_text()))
         log = folder / description.log
         config = DataConfig.model_validate({**description.data, "path": log})
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise _not_whole(name, folder, f"{DESCRIPTION}, {key}: {first['msg']}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise _not_whole(name, folder, f"{DESCRIPTION}: {error}") from error
     titles = None if description.titles is None else folder / description.titles
     if not log.exists() or size_bytes(log) != description.size_bytes:

