@@ -81,23 +81,23 @@ def add(
     if known is not None and log.sha256 != known.interactions.sha256:
         raise _another(config.path, log.sha256, name, known.interactions)
     folder = dataset_folder(name, cache)
+
+    def result(dataset: FoundDataset, is_new: bool) -> AddedDataset:
+        return AddedDataset(dataset, is_new, log.rows_rejected, config.rejects_path)
+
+    # First without the lock, which a cache that this user may only read does not give.
+    if not replace and (present := _in_place(name, config, log, titles, cache)):
+        return result(present, is_new=False)
     try:
         with _lock(folder.parent):
-            taken = os.path.lexists(folder)
-            if taken and not replace:
-                present = stored(name, cache)
-                if present is None or not _is_same(present, config, log, titles):
-                    raise DataError(
-                        f"the data set {name} in {folder} has another log, other titles or another way to read them;"
-                        f" choose another name, or give --replace to have it replaced by {config.path}"
-                    )
-                return AddedDataset(present, False, log.rows_rejected, config.rejects_path)
+            if not replace and (present := _in_place(name, config, log, titles, cache)):
+                return result(present, is_new=False)
             _install(folder, lambda staging: _fill(staging, name, config, log, titles))
     except OSError as error:
         raise DataError(
             f"cannot copy into the cache {folder.parent}: {error}; make room there, or choose another cache"
         ) from error
-    return AddedDataset(find(name, cache), True, log.rows_rejected, config.rejects_path)
+    return result(find(name, cache), is_new=True)
 
 
 def add_known(folder: Path, cache: Path | None = None, *, replace: bool = False) -> list[AddedDataset]:
@@ -131,10 +131,24 @@ def _another(path: Path, sha256: str, name: str, known: DatasetFile) -> DataErro
     )
 
 
-def _is_same(present: FoundDataset, config: DataConfig, log: EventLog, titles: Path | None) -> bool:
-    if present.sha256 != log.sha256 or _reading(present.config) != _reading(config):
-        return False
-    return titles is None or (present.titles is not None and is_whole(present.titles, file_sha256(titles)))
+def _in_place(
+    name: str, config: DataConfig, log: EventLog, titles: Path | None, cache: Path | None
+) -> FoundDataset | None:
+    """What has the name already, if it is the same; None where nothing has.
+
+    Raises:
+        DataError: something else has the name.
+    """
+    present = stored(name, cache)
+    if present is None:
+        return None
+    has_titles = titles is None or (present.titles is not None and is_whole(present.titles, file_sha256(titles)))
+    if present.sha256 == log.sha256 and _reading(present.config) == _reading(config) and has_titles:
+        return present
+    raise DataError(
+        f"the data set {name} in {dataset_folder(name, cache)} has another log, other titles or another way to read"
+        f" them; choose another name, or give --replace to have it replaced by {config.path}"
+    )
 
 
 def _reading(config: DataConfig) -> dict[str, object]:

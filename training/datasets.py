@@ -280,17 +280,16 @@ _LOGS = "give a file, a folder of files, or the name of a data set (`bft-train d
 
 def stored(name: str, cache: Path | None = None) -> FoundDataset | None:
     """The data set of this name in the cache, None where there is none; errors as in `find`."""
-    folder = dataset_folder(name, cache)
-    if not NAME.fullmatch(name) or not os.path.lexists(folder):
+    if not NAME.fullmatch(name):
         return None
-    if (folder / DESCRIPTION).is_file():
-        return _described(name, folder)
-    known = DATASETS.get(name)
-    if known is None or not all(is_whole(folder / file.name, file.sha256) for file in known.files):
-        raise _not_whole(name, folder, "files are missing or damaged")
-    config = DataConfig(path=folder / known.interactions.name)
-    titles = folder / known.items.name if known.items else None
-    return FoundDataset(name, config, titles, known.interactions.sha256, known.size)
+    folder = dataset_folder(name, cache)
+    try:
+        folder.lstat()
+        return _described(name, folder) if (folder / DESCRIPTION).is_file() else _fetched(name, folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"the data set {name} cannot be read: {error}; let this user read {folder}") from error
 
 
 @dataclass(frozen=True)
@@ -332,23 +331,33 @@ def size_bytes(path: Path) -> int:
 
 
 def _described(name: str, folder: Path) -> FoundDataset:
+    """A data set that was added."""
     try:
         description = Description.model_validate(yaml.safe_load((folder / DESCRIPTION).read_text()))
-        log = folder / description.log
-        config = DataConfig.model_validate({**description.data, "path": log})
+        config = DataConfig.model_validate({**description.data, "path": folder / description.log})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise _not_whole(name, folder, f"{DESCRIPTION}, {key}: {first['msg']}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise _not_whole(name, folder, f"{DESCRIPTION}: {error}") from error
     titles = None if description.titles is None else folder / description.titles
-    if not log.exists() or size_bytes(log) != description.size_bytes:
+    if not config.path.exists() or size_bytes(config.path) != description.size_bytes:
         raise _not_whole(name, folder, f"{description.log} is not the {description.size_bytes} bytes that were added")
     if titles is not None and not titles.is_file():
         raise _not_whole(name, folder, f"{description.titles} is missing")
     size = DatasetSize(description.users, description.items, description.events)
     return FoundDataset(name, config, titles, description.sha256, size)
+
+
+def _fetched(name: str, folder: Path) -> FoundDataset:
+    """A data set that `fetch` has put there."""
+    known = DATASETS.get(name)
+    if known is None or not all(is_whole(folder / file.name, file.sha256) for file in known.files):
+        raise _not_whole(name, folder, "files are missing or damaged")
+    config = DataConfig(path=folder / known.interactions.name)
+    titles = folder / known.items.name if known.items else None
+    return FoundDataset(name, config, titles, known.interactions.sha256, known.size)
 
 
 def _not_whole(name: str, folder: Path, problem: str) -> DataError:

@@ -155,6 +155,21 @@ def test_adding_the_same_again_writes_nothing(clicks: DataConfig, cache: Path, t
     assert first.config.path.stat().st_ctime_ns == changed_at
 
 
+def test_adding_the_same_again_needs_no_right_to_write(
+    clicks: DataConfig, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add("clicks", clicks)
+
+    def read_only(datasets: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(adding, "_lock", read_only)
+
+    assert not add("clicks", clicks).is_new
+    with pytest.raises(DataError, match=r"cannot copy into the cache .*Permission denied"):
+        add("other", clicks)
+
+
 def test_other_contents_are_refused_until_told_to_replace(clicks: DataConfig, cache: Path, tmp_path: Path) -> None:
     add("clicks", clicks)
     (tmp_path / "t.csv").write_text(TITLES)
@@ -422,6 +437,22 @@ def test_a_damaged_data_set_is_named_in_the_list_and_can_be_replaced(
 
     replaced = add("clicks", clicks, tmp_path / "t.csv", replace=True)
     assert find("clicks") == replaced.dataset
+
+
+def test_a_data_set_that_may_not_be_read_is_named_in_the_list(
+    clicks: DataConfig, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add("clicks", clicks)
+    read_text = Path.read_text
+
+    def unreadable(path: Path, *args: object) -> str:
+        if path.name == "dataset.yaml":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+
+    assert "the data set clicks cannot be read: [Errno 13] Permission denied" in listing().damaged["clicks"]
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
