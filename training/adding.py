@@ -174,7 +174,7 @@ def _fill(staging: Path, name: str, config: DataConfig, log: EventLog, titles: P
         _copy(titles, staging / _titles_name(name, titles))
     description = Description(
         log=copy.name,
-        data={**config.model_dump(mode="json", exclude_unset=True, exclude={"path", "rejects"}), "format": format},
+        data=config.model_dump(mode="json", exclude_unset=True, exclude={"path", "rejects"}),
         titles=None if titles is None else _titles_name(name, titles),
         sha256=log.sha256,
         size_bytes=size_bytes(copy),

@@ -276,7 +276,7 @@ def _data_config(bundle: Bundle, data: Path, overrides: list[str] | None) -> Dat
     """
     as_trained = {"data": bundle.manifest.training["config"]["data"]}
     found = datasets.resolve(data)
-    if found is not None and found.sha256 != bundle.manifest.data["sha256"]:
+    if found is not None and found.sha256 != bundle.manifest.data.get("sha256"):
         as_trained = {}
     config = override_config(as_trained, _data_overrides(data, overrides), "configuration").data
     datasets.check_log(config.path)

@@ -138,7 +138,7 @@ def test_what_is_kept_says_in_yaml_how_to_read_it(clicks: DataConfig, cache: Pat
     add("clicks", clicks)
 
     described = yaml.safe_load((cache / "datasets" / "clicks" / "dataset.yaml").read_text())
-    assert described["data"] == {"format": "csv", **HOW}
+    assert described["data"] == HOW
     assert (described["users"], described["items"], described["events"]) == (2, 2, 3)
     assert described["sha256"] == hashlib.sha256(CLICKS.encode()).hexdigest()
 
