@@ -69,6 +69,41 @@ def fit(
 
 
 @app.command()
+def tune(
+    recipe: Annotated[Path, typer.Option(help="YAML configuration that every trial starts from.")],
+    space: Annotated[Path, typer.Option(help="YAML file of the search space, e.g. configs/spaces/sasrec.yaml.")],
+    data: Annotated[str, typer.Option(help="The interaction log, or the name of a data set; same as data.path=…")],
+    record: Annotated[Path, typer.Option(help="Where the trials are told: a JSON file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. model.filtering=off")
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials in total, those of earlier calls included.")] = 12,
+    storage: Annotated[Path, typer.Option(help="SQLite file of the studies.")] = Path("runs/tuning.sqlite"),
+    threads: Annotated[int, typer.Option(min=1, help="Threads to train on.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Choose hyper-parameters by validation NDCG@10, with optuna: few trials, pruned, kept, resumable.
+
+    Test users are never looked at. The recipe's file is yours to change by what comes out.
+    """
+    with _errors_as_messages():
+        import torch
+
+        from training.pipeline import keep_freed_memory
+        from training.study import tuning
+
+        keep_freed_memory()
+        torch.set_num_threads(threads)
+        named = [f"data.path={json.dumps(data)}", *(overrides or [])]
+        with reporter() as progress:
+            found = tuning.tune(recipe, named, space, trials, storage, progress)
+        tuning.write_record(record, found)
+    text = "\n".join(f"{key}: {value}" for key, value in found["best"].items())
+    shown = {"best": found["best"], "best_val_ndcg@10": found["best_val_ndcg@10"], "record": str(record)}
+    _print(shown if as_json else f"validation NDCG@10 {found['best_val_ndcg@10']:.4f}\n{text}", as_json)
+
+
+@app.command()
 def evaluate(
     bundle: Annotated[Path, typer.Option(help="A bundle's folder or a registry.")],
     data: Annotated[
