@@ -124,7 +124,7 @@ class GaussianHead(nn.Module):
         z = self.readout(state)
         mean = z.mean @ items_MD.T
         if not self.filtering:
-            return self._scores(z, mean, torch.zeros_like(mean), catalogue_mean_D)
+            return Scores(mean, torch.zeros_like(mean), mean - _centre(z, mean, catalogue_mean_D))
         candidate = _energy(z)[:, None] * self.candidate_variance(log_count_M)
         variance = torch.addmm(candidate, z.variance, items_MD.square().T)
         return self._scores(z, mean, variance, catalogue_mean_D)
@@ -134,16 +134,20 @@ class GaussianHead(nn.Module):
         z = self.readout(state)
         mean = (z.mean * items_RD).sum(-1)
         if not self.filtering:
-            return self._scores(z, mean, torch.zeros_like(mean), catalogue_mean_D)
+            return Scores(mean, torch.zeros_like(mean), mean - _centre(z, mean, catalogue_mean_D))
         candidate = _energy(z) * self.candidate_variance(log_count_R)
         variance = (items_RD.square() * z.variance).sum(-1) + candidate
         return self._scores(z, mean, variance, catalogue_mean_D)
 
     def _scores(self, z: Readout, mean: Tensor, variance: Tensor, catalogue_mean_D: Tensor) -> Scores:
-        centre = z.mean @ catalogue_mean_D
-        if mean.dim() == 2:
-            centre = centre[:, None]
-        return Scores(mean, variance, (mean - centre) * (1 + self.shrinkage() * variance).rsqrt())
+        centred = mean - _centre(z, mean, catalogue_mean_D)
+        return Scores(mean, variance, centred * (1 + self.shrinkage() * variance).rsqrt())
+
+
+def _centre(z: Readout, mean: Tensor, catalogue_mean_D: Tensor) -> Tensor:
+    """⟨z, ē⟩ of each state, in the shape that `mean`, (R,M) or (R,), subtracts."""
+    centre = z.mean @ catalogue_mean_D
+    return centre[:, None] if mean.dim() == 2 else centre
 
 
 def _energy(z: Readout) -> Tensor:
