@@ -65,9 +65,9 @@ def main() -> None:
     if arguments.epochs < 2:
         command_line.error("--epochs must be at least 2, because the first one is not counted")
     try:
-        interpreters = {"ours": Path(sys.executable)} | dict.fromkeys(RIVALS, rivals_python(arguments.environment))
         with tempfile.TemporaryDirectory() as folder:
             split = hand_over(arguments.data, Path(folder))
+            interpreters = {"ours": Path(sys.executable)} | dict.fromkeys(RIVALS, rivals_python(arguments.environment))
             found = {
                 name: train(name, python, job_of(name, arguments, split), Path(folder))
                 for name, python in interpreters.items()

@@ -19,6 +19,10 @@ from recbole.utils import init_seed
 
 DATASET = "log"
 
+# Importing RecBole's sequential models switches this on (sine.py does), and every gradient is then searched for NaN:
+# about a third of SASRec's time. Off, as torch has it.
+torch.autograd.set_detect_anomaly(False)
+
 
 class TimedTrainer(Trainer):
     """RecBole's trainer, with a clock on each epoch's training and the best weights kept in memory."""
@@ -93,7 +97,7 @@ def config_of(job: dict[str, Any], folder: str) -> Config:
         "train_batch_size": job["batch_size"],
         "learning_rate": job["learning_rate"],
         "epochs": job["epochs"],
-        "stopping_step": job["patience"] or 0,
+        "stopping_step": (job["patience"] or 1) - 1,  # it stops at one epoch more
         "eval_args": {"split": {"LS": "valid_and_test"}, "order": "TO", "mode": "full", "group_by": "user"},
         "metrics": ["NDCG"],
         "topk": [10],
