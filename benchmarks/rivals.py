@@ -62,8 +62,10 @@ TARGET = 2.0
 def main() -> None:
     command_line = parser()
     arguments = command_line.parse_args()
-    if arguments.epochs < 2:
-        command_line.error("--epochs must be at least 2, because the first one is not counted")
+    if arguments.epochs < 2 or arguments.patience < 1:
+        command_line.error(
+            "--epochs must be at least 2, because the first one is not counted, and --patience at least 1"
+        )
     try:
         with tempfile.TemporaryDirectory() as folder:
             split = hand_over(arguments.data, Path(folder))
@@ -104,8 +106,14 @@ def told(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def rivals_python(environment: Path) -> Path:
-    """The interpreter of the environment that has the rivals; made if it is not there, or of other requirements."""
+    """The interpreter of the environment that has the rivals; made if it is not there, or of other requirements.
+
+    Raises:
+        ConfigError: the environment is the one that runs this.
+    """
     environment = environment.resolve()
+    if environment == Path(sys.prefix).resolve():
+        raise ConfigError(f"{environment} is the project's environment; the rivals need one of their own")
     python, made_of = environment / "bin" / "python", environment / "requirements.sha256"
     wanted = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
     if not (made_of.exists() and made_of.read_text() == wanted):
@@ -170,7 +178,7 @@ def train(name: str, python: Path, job: dict[str, Any], folder: Path) -> dict[st
             stdout=file,
             stderr=file,
             cwd=folder,  # RecBole leaves files where it runs
-            env=process_environment(job["threads"]),
+            env=process_environment(job["threads"], project=name == "ours"),
         )
     if ended.returncode:
         raise ChildProcessError(f"{name} ended with status {ended.returncode}: {log.read_text()[-3000:]}")
@@ -179,15 +187,15 @@ def train(name: str, python: Path, job: dict[str, Any], folder: Path) -> dict[st
     return result
 
 
-def process_environment(threads: int) -> dict[str, str]:
-    """The same for every library. A thread that waits sleeps, as `bft-train` has it."""
+def process_environment(threads: int, project: bool) -> dict[str, str]:
+    """The same for all, but that the rivals do not see the project. A waiting thread sleeps, as in `bft-train`."""
     settings = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "passive",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(ROOT) if project else "",
     }
     return {**os.environ, **settings}
 
