@@ -3,11 +3,13 @@
 import importlib
 import json
 import math
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from training.config import ConfigError
 from training.tables import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -58,3 +60,8 @@ def test_rows_of_prefixes_are_as_many_a_step_as_the_others_have_events(rivals: M
     sizes = {name: rivals.job_of(name, arguments, split)["batch_size"] for name in ("ours", "RecTools", "RecBole")}
 
     assert sizes == {"ours": 128, "RecTools": 128, "RecBole": 192}
+
+
+def test_the_rivals_are_never_installed_beside_the_project(rivals: ModuleType):
+    with pytest.raises(ConfigError, match="the project's environment"):
+        rivals.rivals_python(Path(sys.prefix))
