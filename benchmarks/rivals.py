@@ -20,7 +20,7 @@ Unless --throughput-only, the best epoch is chosen by validation: by NDCG@10, Re
 want of a cheaper way. Then every test user's ten best items are judged by training/metrics.py: the whole catalogue is
 ranked, less what the user has had. Few epochs are no fair test of quality: see that the best is not the last.
 
-The rivals are installed from benchmarks/rivals/requirements.txt into an environment of their own (1.5 GB), made once.
+The rivals are installed from benchmarks/rivals/requirements.txt into an environment of their own (1.7 GB), made once.
 """
 
 import argparse
