@@ -17,7 +17,7 @@ from model.bundle import Calibration, Event
 from model.config import FIRST_ITEM
 from model.precision import PrecisionTable
 from training import evaluate
-from training.config import RunConfig, load_config
+from training.config import ConfigError, RunConfig, load_config
 from training.evaluate import Predictions
 from training.loop import TrainState, fit
 from training.pipeline import PATHS, Prepared, calibrate, commit, cpu_model, fingerprint, prepare, versions
@@ -135,10 +135,12 @@ def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report:
         the run's own record.
 
     Raises:
-        ConfigError: training diverged.
-        ValueError: the run wants τ shuffled and the model has no table of τ.
+        ConfigError: the run wants τ shuffled and the model has no τ for each item (nothing is done then), or training
+            diverged.
     """
     begun = time.monotonic()
+    if SHUFFLED in run.extras and config.model.initial_precision != "table":
+        raise ConfigError(f"{run.name}: {SHUFFLED} needs model.initial_precision=table")
     prepared = prepare(config)
     keep_dataset(run.dataset, prepared, records)
     learned, noise = prepared, None

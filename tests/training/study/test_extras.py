@@ -10,10 +10,11 @@ import pytest
 from model.config import FIRST_ITEM
 from tests.training.histories import small_model, targets_of
 from tests.training.study.planted import write_log, write_recipe
+from training.config import ConfigError
 from training.evaluate import score_users
 from training.progress import JsonReporter
 from training.study.controls import SHUFFLED, TEST_NOISE, TRAINING_NOISE
-from training.study.records import BASELINES, DatasetRecord, RunRecord, dataset_path, read_all, run_path
+from training.study.records import BASELINES, DatasetRecord, RunRecord, dataset_path, read, read_all, run_path
 from training.study.runs import Run, carry_out
 from training.study.suite import DATASETS, PARTS, SUITES, Folders, missing, work_through
 
@@ -96,15 +97,32 @@ def test_noise_is_told_in_the_record(done: Done, side: str) -> None:
     assert ("precision_replaced" in test) == (side == "on")
 
 
-def test_what_was_learned_with_noise_is_judged_on_the_true_log(done: Done) -> None:
+def test_training_noise_changes_what_is_learned(done: Done) -> None:
     clean, noisy = (done.runs[f"planted-sasrec-on{variant}-s1"] for variant in ("", "-training-noise-40"))
 
-    assert noisy.curve != clean.curve
-    # The lists' strata and popularity are by the data set's own counts, whatever the model was told.
-    items = np.array(done.dataset.training_counts)
-    assert items.sum() == 120 * 5
-    assert noisy.lists["all"].mean_popularity <= items.max()
-    assert dataset_path(done.folder / "records", "planted").exists()
+    assert noisy.curve[-1]["loss"] > clean.curve[-1]["loss"]
+    assert noisy.filter != clean.filter
+
+
+def test_the_record_of_the_data_set_is_of_the_true_log_even_if_a_run_with_training_noise_writes_it(
+    done: Done, tmp_path: Path
+) -> None:
+    run = Run("planted", "sasrec", False, 1, "brief", ("training.epochs=1",), training_noise=0.4)
+    config = run.config(done.folder / "recipes", [f"data.path={done.folder / 'log.txt'}"])
+
+    carry_out(run, config, tmp_path, tmp_path, JsonReporter())
+
+    assert read(dataset_path(tmp_path, "planted"), DatasetRecord) == done.dataset
+
+
+def test_a_model_without_a_precision_for_each_item_is_refused_before_it_is_trained(done: Done, tmp_path: Path) -> None:
+    run = Run("planted", "sasrec", True, 1, "network", ("model.initial_precision=mlp",), extras=(SHUFFLED,))
+    config = run.config(done.folder / "recipes", [f"data.path={done.folder / 'log.txt'}"])
+
+    with pytest.raises(ConfigError, match=r"model\.initial_precision=table"):
+        carry_out(run, config, tmp_path, tmp_path, JsonReporter())
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_lacks_an_extra_s_record_is_missing_and_so_is_one_that_lacks_its_own(
