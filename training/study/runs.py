@@ -143,6 +143,8 @@ def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report:
         raise ConfigError(f"{run.name}: {SHUFFLED} needs model.initial_precision=table")
     prepared = prepare(config)
     keep_dataset(run.dataset, prepared, records)
+    # Before hours of training, in which the checkout may move on.
+    origin = describe_run(run, config, prepared)
     learned, noise = prepared, None
     if run.training_noise:
         learned, num_replaced = with_training_noise(prepared, run.training_noise, run.seed)
@@ -157,7 +159,7 @@ def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report:
     if noise is not None:
         noise["list_confidence"] = list_confidence(predictions, learned, calibration)
     record = RunRecord(
-        **describe_run(run, config, prepared),
+        **origin,
         **describe_training(model, state),
         seconds={"training": round(state.seconds, 1), "total": round(time.monotonic() - begun, 1)},
         filter=filter_figures(model, prepared) if config.model.filtering else None,

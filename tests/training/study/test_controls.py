@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import FIRST_ITEM, UNK
+from model.config import BOS, FIRST_ITEM, MASK, UNK
+from tests.behaviour.heard import expected_row
 from tests.behaviour.instances import COUNTS, EVERY_CASE, NUM_ITEMS, Case
+from tests.tolerance import FLOAT32_TOL, assert_close
 from tests.training.histories import histories_of, leave_one_out, successor_walks
 from training.catalog import Catalog
 from training.pipeline import Prepared
@@ -141,36 +143,30 @@ def test_training_noise_changes_training_and_its_counts_alone() -> None:
 
 
 @pytest.mark.parametrize("case", EVERY_CASE)
-def test_weights_and_precisions_of_replaced_and_other_events_are_those_of_a_loop_over_users(case: Case) -> None:
-    model = case.perturbed(num_layers=1)
+def test_weights_and_precisions_of_replaced_and_other_events_are_those_of_the_reference_user_by_user(
+    case: Case,
+) -> None:
+    model = case.perturbed()
     histories, replaced = with_noise(random_histories(40, seed=2), 0.3, seed=1, num_items=NUM_ITEMS)
 
     figures = heard_events(model, histories, replaced)
 
-    weight: dict[str, list[float]] = {"replaced": [], "other": []}
-    precision: dict[str, list[float]] = {"replaced": [], "other": []}
+    weight: dict[bool, list[float]] = {True: [], False: []}
+    log_precision: dict[bool, list[float]] = {True: [], False: []}
     for begin, end in pairwise(histories.offsets):
         shown = [event for event in range(begin, end) if histories.weights[event] > 0]
         # Windows of eight: at nine to eleven events the first four are out of sight.
         shown = shown[4:] if len(shown) > 8 else shown
-        row = {
-            "items": [1, *histories.items[shown].tolist()],
-            "weights": [1.0, *histories.weights[shown].tolist()],
-            "timestamps": [np.nan, *histories.timestamps[shown].tolist()],
-        }
-        with torch.no_grad():
-            reasons = model.reasons(
-                torch.tensor([row["items"]]),
-                torch.tensor([row["weights"]]),
-                torch.tensor([row["timestamps"]], dtype=torch.float64),
-            )
+        asked_by = [] if case.causal else [MASK]
+        items = model.input_number.numpy()[[BOS, *histories.items[shown], *asked_by]]
+        weights = np.array([1.0, *histories.weights[shown], *(1.0 for _ in asked_by)])
+        timestamps = np.array([np.nan, *histories.timestamps[shown], *(np.nan for _ in asked_by)])
+        expected = expected_row(model, items, weights, timestamps)
         for place, event in enumerate(shown, 1):
-            kind = "replaced" if replaced[event] else "other"
-            weight[kind].append(reasons.kriging_weight[0, place].item())
-            precision[kind].append(reasons.precision[0, place].item())
-    for kind in ("replaced", "other"):
-        assert figures[f"kriging_weight_{kind}"] == pytest.approx(np.mean(weight[kind]), rel=1e-5)
+            weight[bool(replaced[event])].append(np.mean([layer[-1, place] for layer in expected.weights]))
+            log_precision[bool(replaced[event])].append(np.log(expected.initial_precision[place]))
+    for kind, is_replaced in (("replaced", True), ("other", False)):
+        assert_close(figures[f"kriging_weight_{kind}"], np.mean(weight[is_replaced]), FLOAT32_TOL)
         if case.filtering:
-            expected = np.exp(np.mean(np.log(precision[kind])))
-            assert figures[f"precision_{kind}"] == pytest.approx(expected, rel=1e-5)
+            assert_close(np.log(figures[f"precision_{kind}"]), np.mean(log_precision[is_replaced]), FLOAT32_TOL)
     assert len(figures) == (4 if case.filtering else 2)

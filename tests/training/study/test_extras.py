@@ -13,6 +13,7 @@ from tests.training.study.planted import write_log, write_recipe
 from training.config import ConfigError
 from training.evaluate import score_users
 from training.progress import JsonReporter
+from training.study import runs as runs_module
 from training.study.controls import SHUFFLED, TEST_NOISE, TRAINING_NOISE
 from training.study.records import BASELINES, DatasetRecord, RunRecord, dataset_path, read, read_all, run_path
 from training.study.runs import Run, carry_out
@@ -102,6 +103,20 @@ def test_training_noise_changes_what_is_learned(done: Done) -> None:
 
     assert noisy.curve[-1]["loss"] > clean.curve[-1]["loss"]
     assert noisy.filter != clean.filter
+
+
+def test_a_record_names_the_commit_that_its_run_began_with(
+    done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MovingCheckout(JsonReporter):
+        def epoch(self, row: dict[str, float]) -> None:
+            monkeypatch.setattr(runs_module, "commit", lambda: "after")
+
+    monkeypatch.setattr(runs_module, "commit", lambda: "before")
+    run = Run("planted", "sasrec", False, 1, "brief", ("training.epochs=1",))
+    config = run.config(done.folder / "recipes", [f"data.path={done.folder / 'log.txt'}"])
+
+    assert carry_out(run, config, tmp_path, tmp_path, MovingCheckout()).commit == "before"
 
 
 def test_the_record_of_the_data_set_is_of_the_true_log_even_if_a_run_with_training_noise_writes_it(
