@@ -16,6 +16,7 @@ from model.build import build_model
 from model.bundle import Calibration, Event
 from model.config import FIRST_ITEM
 from model.precision import PrecisionTable
+from training import calibration as calibrating
 from training import evaluate
 from training.config import ConfigError, RunConfig, load_config
 from training.evaluate import Predictions
@@ -55,7 +56,7 @@ class Run:
     """What to train: a recipe on a data set, with filtering on or off, and what differs from the recipe.
 
     Raises:
-        ValueError: an extra is unknown, or needs filtering.
+        ValueError: an extra is unknown, needs filtering, or meets training noise.
     """
 
     dataset: str
@@ -75,6 +76,8 @@ class Run:
             raise ValueError(f"no extra is called {unknown[0]!r}; known: {', '.join((SHUFFLED, *TEST_NOISE))}")
         if SHUFFLED in self.extras and not self.filtering:
             raise ValueError(f"{SHUFFLED} shuffles τ, which a run with filtering off has not")
+        if self.extras and self.training_noise:
+            raise ValueError("extras are of a model that learned from the true log; give the run one of the two")
 
     @property
     def name(self) -> str:
@@ -155,7 +158,7 @@ def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report:
     state = fit(model, learned.split, learned.event, config.training, checkpoint, report.step, report.epoch)
 
     calibration = calibrate(model, learned)
-    predictions = predict(model, learned, calibration, learned.split.test.history)
+    predictions = predict(model, learned, calibration.temperature, learned.split.test.history)
     if noise is not None:
         noise["list_confidence"] = list_confidence(predictions, learned, calibration)
     record = RunRecord(
@@ -169,7 +172,7 @@ def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report:
     )
     for extra in run.extras:
         report.stage(extra)
-        changes = _extra(extra, run.seed, model, learned, calibration, predictions)
+        changes = _extra(extra, run.seed, model, prepared, calibration, predictions)
         made = record.model_copy(update={"variant": run.extra_variant(extra), "filter": None, **changes})
         write(run_path(records, made.name), made)
     write(run_path(records, run.name), record)
@@ -209,14 +212,14 @@ def describe_training(model: Backbone, state: TrainState) -> dict[str, Any]:
     }
 
 
-def predict(model: Backbone, prepared: Prepared, calibration: Calibration, histories: Histories) -> Predictions:
-    """What a model says of the test users when it reads these histories of theirs.
+def predict(model: Backbone, prepared: Prepared, temperature: float, histories: Histories) -> Predictions:
+    """What a model says of the test users, at a temperature, when it reads these histories of theirs.
 
     The target and what is ruled out as seen are those of the true history, whatever is read.
     """
     test = prepared.split.test
     scored = evaluate.score_users(model, histories, prepared.event, seen=test.history)
-    return evaluate.predict(scored, test, calibration.temperature, LIST_LENGTH)
+    return evaluate.predict(scored, test, temperature, LIST_LENGTH)
 
 
 def judge(predictions: Predictions, prepared: Prepared) -> dict[str, Any]:
@@ -242,10 +245,13 @@ def _extra(
     histories = prepared.split.test.history
     if extra == SHUFFLED:
         shuffled = shuffled_precision(model, seed)
-        return judge(predict(shuffled, prepared, calibrate(shuffled, prepared), histories), prepared)
+        validation = prepared.split.validation
+        scored = evaluate.score_users(shuffled, validation.history, prepared.event)
+        temperature = calibrating.fit_temperature(scored, validation)
+        return judge(predict(shuffled, prepared, temperature, histories), prepared)
     share = TEST_NOISE[extra]
     read, replaced = with_noise(histories, share, seed, len(prepared.catalog))
-    disturbed = predict(model, prepared, calibration, read)
+    disturbed = predict(model, prepared, calibration.temperature, read)
     noise = {
         "share": share,
         "replaced_events": float(replaced.sum()),

@@ -159,11 +159,13 @@ def test_extras_of_a_variant_carry_its_name() -> None:
     assert run.names == ["toys-sasrec-on-quick-s1", f"toys-sasrec-on-quick-{SHUFFLED}-s1"]
 
 
-def test_an_unknown_extra_and_one_that_needs_filtering_are_refused_at_once() -> None:
+def test_an_unknown_extra_one_that_needs_filtering_and_one_beside_training_noise_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="known: shuffled-precision, test-noise-05"):
         Run("toys", "sasrec", True, 1, extras=("test-noise-50",))
     with pytest.raises(ValueError, match="filtering off"):
         Run("toys", "sasrec", False, 1, extras=(SHUFFLED,))
+    with pytest.raises(ValueError, match="true log"):
+        Run("toys", "sasrec", True, 1, "training-noise-20", training_noise=0.2, extras=(MOST_NOISE,))
 
 
 def test_what_is_ruled_out_is_what_the_user_had_and_not_what_the_model_reads() -> None:
