@@ -125,14 +125,10 @@ def _lists(counts: np.ndarray, bounds: np.ndarray, row: np.ndarray, score: np.nd
 
 
 def seen_items(histories: Histories, num_items: int) -> csr_array:
-    """(U,N) 1 where the user had the item, events of weight 0 included."""
+    """(U,N) how often the user had the item, events of weight 0 included."""
     known = histories.items >= FIRST_ITEM
-    user = np.repeat(np.arange(len(histories)), np.diff(histories.offsets))
-    seen = csr_array(
-        (np.ones(known.sum()), (user[known], histories.items[known] - FIRST_ITEM)), shape=(len(histories), num_items)
-    )
-    seen.data[:] = 1  # an item that was had twice was counted twice
-    return seen
+    users = np.repeat(np.arange(len(histories)), np.diff(histories.offsets))[known]
+    return csr_array((np.ones(len(users)), (users, histories.items[known] - FIRST_ITEM)), (len(histories), num_items))
 
 
 def transition_counts(train: Histories, num_items: int) -> csr_array:
