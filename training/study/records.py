@@ -20,6 +20,9 @@ from training.tables import DataError
 KEPT_RANK = 20
 """Places of a list that a record keeps: HR and NDCG up to 20 follow from them."""
 
+BASELINES = ("popularity", "markov")
+"""Models that only count (`baselines`): no recipe, no configuration, no curve; seed 0."""
+
 Record = TypeVar("Record", bound="_Record")
 
 
@@ -69,7 +72,8 @@ class RunRecord(_Record):
     """`sasrec`, `bert4rec`, `hstu`, or a baseline: `popularity`, `markov`."""
     filtering: bool
     variant: str = ""
-    """Empty, or what differs from the recipe: a control or a disturbance."""
+    """Empty, or what differs from the recipe: a control or a disturbance. Of a variant made at test time all that tells
+    of the training (configuration, curve, validation) is the trained model's."""
     seed: int
     config: dict[str, Any] = Field(default_factory=dict)
     """The whole configuration, without paths."""
@@ -81,7 +85,7 @@ class RunRecord(_Record):
     best_epoch: int = 0
     curve: list[dict[str, float]] = Field(default_factory=list)
     validation: dict[str, float] = Field(default_factory=dict)
-    """HR@10 and NDCG@10 at the best epoch: what choices were made by."""
+    """HR@10 and NDCG@10, at the best epoch of what is trained: what choices were made by."""
     nll: float | None = None
     """Test, nats, mean over users whose target the event allows."""
     hit_users: list[int]
@@ -91,7 +95,14 @@ class RunRecord(_Record):
     lists: dict[str, ListFigures]
     """Of the test users: `all`, and by stratum of users."""
     filter: dict[str, Any] | None = None
-    """With filtering: τ of the items and the gain K, by training uses (`runs.filter_figures`)."""
+    """With filtering: τ of the items and the gain K, by training uses (`runs.filter_figures`). Not of extras."""
+    noise: dict[str, float] | None = None
+    """Where events were replaced by random items: `share` asked for and `replaced_events`; `list_confidence`, mean over
+    the test users of the probability that the next event is among the ten. Test noise has beside it
+    `list_confidence_true` of the same model on the true histories; `kriging_weight_replaced` and
+    `kriging_weight_other`, the mean share that the position that answers gives to an event of either kind, mean over
+    layers and heads (of a plain model, of its attention); with filtering `precision_replaced` and `precision_other`,
+    the geometric mean of the events' initial precision λ."""
 
     @property
     def name(self) -> str:
