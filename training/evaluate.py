@@ -67,15 +67,25 @@ class Predictions:
 
 
 @torch.no_grad()
-def score_users(model: Backbone, histories: Histories, event: Event) -> Iterator[ScoredUsers]:
-    """Score the whole catalogue for every user, a chunk of users of similar length at a time."""
+def score_users(
+    model: Backbone, histories: Histories, event: Event, seen: Histories | None = None
+) -> Iterator[ScoredUsers]:
+    """Score the whole catalogue for every user, a chunk of users of similar length at a time.
+
+    Args:
+        model: is put into eval mode.
+        histories: what the model reads.
+        event: what a score is of.
+        seen: the same users' events that `next_new_item` rules out; None: those that the model reads.
+    """
+    ruled_out = histories if seen is None else seen
     model.eval()
     windows = serving_windows(histories, model.config.max_len)
     for users in windows.num_inputs.argsort(stable=True).split(CHUNK_USERS):
         batch = collate(windows, users)
         final = model.final_state(batch.items, batch.weights, batch.timestamps)
         scores = model.score(final)
-        _rule_out_seen(scores.logit, histories, users, event)
+        _rule_out_seen(scores.logit, ruled_out, users, event)
         yield ScoredUsers(users.numpy(), scores.logit, scores.variance, final.precision.mean(-1).numpy())
 
 
@@ -190,10 +200,7 @@ def report(
         `mean_confidence`, `brier_skill@10`; `users`, and `impossible_targets`: users whose target the event
         rules out, counted as misses.
     """
-    with np.errstate(invalid="ignore"):  # −inf·0 where the map gives the probability no weight
-        confidence = calibration.confidence(predictions.features(training_counts, LIST_LENGTH))
-    # A list longer than what is left of the catalogue ends in items that the event rules out.
-    confidence = np.where(np.isfinite(predictions.list_log_probability[:, :LIST_LENGTH]), confidence, 0.0)
+    confidence = confidences(predictions, calibration, training_counts)
     hit = predictions.hit[:, :LIST_LENGTH].astype(np.float64)
     possible = np.isfinite(predictions.log_probability)
     return {
@@ -210,6 +217,14 @@ def report(
         "users": len(predictions.rank),
         "impossible_targets": int((~possible).sum()),
     }
+
+
+def confidences(predictions: Predictions, calibration: Calibration, training_counts: np.ndarray) -> np.ndarray:
+    """The confidence (U,K) of the first `LIST_LENGTH` listed items, in [0, 1)."""
+    with np.errstate(invalid="ignore"):  # −inf·0 where the map gives the probability no weight
+        confidence = calibration.confidence(predictions.features(training_counts, LIST_LENGTH))
+    # A list longer than what is left of the catalogue ends in items that the event rules out.
+    return np.where(np.isfinite(predictions.list_log_probability[:, :LIST_LENGTH]), confidence, 0.0)
 
 
 def _predict_chunk(scored: ScoredUsers, targets: Targets, temperature: float, k: int) -> dict[str, np.ndarray]:

@@ -210,7 +210,7 @@ def read_events(config: DataConfig) -> EventLog:
         DataError: the source is missing, unreadable, empty, lacks a column, or has more bad rows than
             `max_bad_share` allows (the message then shows the first ten).
     """
-    format, files = _source_files(config)
+    format, files = source_files(config)
     kept: list[pl.DataFrame] = []
     rejected: list[pl.DataFrame] = []
     blank_lines = 0
@@ -236,7 +236,7 @@ def read_events(config: DataConfig) -> EventLog:
         raise DataError(f"{config.path} holds no usable event\n{describe_bad_rows(bad_rows)}".rstrip())
     return EventLog(
         events=sort_events(events),
-        sha256=_source_sha256(config.path, digests),
+        sha256=source_sha256(config.path, digests),
         rows_read=len(events) + len(bad_rows),
         rows_rejected=len(bad_rows),
         blank_lines=blank_lines,
@@ -261,7 +261,12 @@ class _Source(NamedTuple):
     """`hashlib` object, complete once `blocks` is read to its end."""
 
 
-def _source_files(config: DataConfig) -> tuple[Format, list[Path]]:
+def source_files(config: DataConfig) -> tuple[Format, list[Path]]:
+    """The files of a log in the order they are read, and their format.
+
+    Raises:
+        DataError: the source is missing, or holds what is no event file.
+    """
     path = config.path
     if path.is_file():
         files = [path]
@@ -327,7 +332,8 @@ def _resolve_columns(config: DataConfig, header: list[str], file: Path) -> dict[
     return columns
 
 
-def _source_sha256(path: Path, digests: Mapping[Path, str]) -> str:
+def source_sha256(path: Path, digests: Mapping[Path, str]) -> str:
+    """`EventLog.sha256` from the digests of the files, given in reading order."""
     if path.is_file():
         return digests[path]
     listing = "".join(f"{digest}  {file.name}\n" for file, digest in digests.items())

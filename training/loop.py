@@ -113,7 +113,8 @@ def train_epoch(
     total, steps = 0.0, -(-len(windows) // config.batch_size)
     for step, rows in enumerate(shuffled_batches(windows, config.batch_size, state.generator), 1):
         batch = training_batch(state.model, windows, rows, config, state.generator)
-        loss = batch_loss(state.model, batch, config, state.generator)
+        with torch.autocast(batch.items.device.type, torch.bfloat16, enabled=config.autocast):
+            loss = batch_loss(state.model, batch, config, state.generator)
         state.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
@@ -155,7 +156,7 @@ def _optimizer(model: Backbone, config: OptimizerConfig) -> torch.optim.Optimize
     groups: list[dict[str, Any]] = [{"params": others, "weight_decay": config.weight_decay}]
     if precision:
         groups.append({"params": precision, "lr": config.learning_rate * config.precision_rate_multiple})
-    return torch.optim.Adam(groups, lr=config.learning_rate)
+    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True)
 
 
 def _finished(state: TrainState, config: OptimizerConfig) -> bool:

@@ -136,11 +136,20 @@ def survey(
         raise DataError("there is no user to look at")
     tables = _Tables(model.config, model.causal, training_counts)
     done = 0
-    for seen in _traces(model, histories):
+    for _, seen in traces(model, histories):
         tables.add(seen)
         done += len(seen.items)
         report(done, len(histories))
     return tables.survey(done)
+
+
+def traces(model: Backbone, histories: Histories) -> Iterator[tuple[Tensor, Trace]]:
+    """The trace of every user's window, and whose rows those are: users of similar length together, few at a time."""
+    windows = serving_windows(histories, model.config.max_len)
+    positions = int(windows.num_inputs.max()) + 2
+    users = max(1, min(CHUNK_USERS, CHUNK_CELLS // (model.config.num_heads * positions**2)))
+    for rows in windows.num_inputs.argsort(stable=True).split(users):
+        yield rows, trace(model, collate(windows, rows))
 
 
 def some_users(histories: Histories, most: int | None) -> Histories:
@@ -299,15 +308,6 @@ class _Tables:
             by_item_frequency=self.by_frequency.table() if self.filtering else None,
             by_sample_size=tuple(sums.table() for sums in self.by_sample_size) if self.filtering else None,
         )
-
-
-def _traces(model: Backbone, histories: Histories) -> Iterator[Trace]:
-    """Users of similar length together, few enough at a time."""
-    windows = serving_windows(histories, model.config.max_len)
-    positions = int(windows.num_inputs.max()) + 2
-    users = max(1, min(CHUNK_USERS, CHUNK_CELLS // (model.config.num_heads * positions**2)))
-    for rows in windows.num_inputs.argsort(stable=True).split(users):
-        yield trace(model, collate(windows, rows))
 
 
 def _frequency_bins(training_counts: NDArray[np.int64]) -> Tensor:

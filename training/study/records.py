@@ -92,7 +92,8 @@ class RunRecord(_Record):
     """`sasrec`, `bert4rec`, `hstu`, or a baseline: `popularity`, `markov`."""
     filtering: bool
     variant: str = ""
-    """Empty, or what differs from the recipe: a control or a disturbance."""
+    """Empty, or what differs from the recipe: a control or a disturbance. Of a variant made at test time all that tells
+    of the training (configuration, curve, validation) is the trained model's."""
     seed: int
     config: dict[str, Any] = Field(default_factory=dict)
     """The whole configuration, without paths."""
@@ -104,7 +105,7 @@ class RunRecord(_Record):
     best_epoch: int = 0
     curve: list[dict[str, float]] = Field(default_factory=list)
     validation: dict[str, float] = Field(default_factory=dict)
-    """HR@10 and NDCG@10 at the best epoch: what choices were made by."""
+    """HR@10 and NDCG@10, at the best epoch of what is trained: what choices were made by."""
     nll: float | None = None
     """Test, nats, mean over users whose target the event allows."""
     hit_users: list[int]

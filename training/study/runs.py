@@ -1,4 +1,4 @@
-"""One run of the study: train by a recipe on one data set with one seed, judge on test, and keep a record.
+"""One run of the study: train by a recipe on one data set with one seed, judge on test, and keep its records.
 
 U test users · N catalogue items · K = 10 list length
 """
@@ -13,17 +13,28 @@ import torch
 
 from model.backbone import Backbone
 from model.build import build_model
-from model.bundle import Event
+from model.bundle import Calibration, Event
 from model.config import FIRST_ITEM
 from model.precision import PrecisionTable
-from training import calibration, evaluate
-from training.config import RunConfig, load_config
+from training import calibration as calibrating
+from training import evaluate
+from training.config import ConfigError, RunConfig, load_config
+from training.evaluate import Predictions
 from training.loop import TrainState, fit
-from training.pipeline import PATHS, Prepared, commit, cpu_model, fingerprint, prepare, versions
+from training.pipeline import PATHS, Prepared, calibrate, commit, cpu_model, fingerprint, prepare, versions
 from training.progress import Reporter
-from training.splits import Split, Targets
+from training.splits import Histories, Split, Targets
 from training.study import strata
+from training.study.controls import (
+    SHUFFLED,
+    TEST_NOISE,
+    heard_events,
+    shuffled_precision,
+    with_noise,
+    with_training_noise,
+)
 from training.study.records import (
+    BASELINES,
     KEPT_RANK,
     DatasetRecord,
     ListFigures,
@@ -42,7 +53,11 @@ SURVEY_USERS = 2000
 
 @dataclass(frozen=True)
 class Run:
-    """What to train: a recipe on a data set, with filtering on or off, and what differs from the recipe."""
+    """What to train: a recipe on a data set, with filtering on or off, and what differs from the recipe.
+
+    Raises:
+        ValueError: an extra is unknown, needs filtering, or meets training noise.
+    """
 
     dataset: str
     backbone: str
@@ -51,15 +66,37 @@ class Run:
     variant: str = ""
     overrides: tuple[str, ...] = ()
     """`key=value` over the recipe, for a variant."""
+    training_noise: float = 0.0
+    """Share of the training events that are replaced by random items, for a variant."""
+    extras: tuple[str, ...] = ()
+    """Variants made of the trained model at test time, each with a record of its own: `SHUFFLED`, `TEST_NOISE`."""
+
+    def __post_init__(self) -> None:
+        if unknown := [extra for extra in self.extras if extra not in (SHUFFLED, *TEST_NOISE)]:
+            raise ValueError(f"no extra is called {unknown[0]!r}; known: {', '.join((SHUFFLED, *TEST_NOISE))}")
+        if SHUFFLED in self.extras and not self.filtering:
+            raise ValueError(f"{SHUFFLED} shuffles τ, which a run with filtering off has not")
+        if self.extras and self.training_noise:
+            raise ValueError("extras are of a model that learned from the true log; give the run one of the two")
 
     @property
     def name(self) -> str:
         """The name of its record."""
         return run_name(self.dataset, self.backbone, self.filtering, self.variant, self.seed)
 
-    def recipe(self, recipes: Path) -> Path:
-        """The file of its recipe."""
-        return recipes / f"{self.backbone}-{self.dataset}.yaml"
+    @property
+    def names(self) -> list[str]:
+        """The names of all its records: its own, then those of the extras."""
+        variants = [self.variant, *map(self.extra_variant, self.extras)]
+        return [run_name(self.dataset, self.backbone, self.filtering, variant, self.seed) for variant in variants]
+
+    def extra_variant(self, extra: str) -> str:
+        """What the record of an extra is called a variant of."""
+        return f"{self.variant}-{extra}" if self.variant else extra
+
+    def recipe(self, recipes: Path) -> Path | None:
+        """The file of its recipe; a baseline has none."""
+        return None if self.backbone in BASELINES else recipes / f"{self.backbone}-{self.dataset}.yaml"
 
     def config(self, recipes: Path, data: list[str]) -> RunConfig:
         """The whole configuration.
@@ -87,66 +124,142 @@ def describe_dataset(name: str, prepared: Prepared) -> DatasetRecord:
 
 
 def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report: Reporter) -> RunRecord:
-    """Train and judge one run, and write its record, and its data set's if there is none yet.
+    """Train and judge one run, and write its records, and its data set's if there is none yet.
+
+    The extras' records are written first, the run's own last: of a run that is interrupted the own one is missing.
 
     Args:
         run, config: what to train.
         records: folder of the records.
         scratch: folder of the checkpoint, from which an interrupted run goes on.
         report: receives the progress.
+
+    Returns:
+        the run's own record.
+
+    Raises:
+        ConfigError: the run wants τ shuffled and the model has no τ for each item (nothing is done then), or training
+            diverged.
     """
     begun = time.monotonic()
+    if SHUFFLED in run.extras and config.model.initial_precision != "table":
+        raise ConfigError(f"{run.name}: {SHUFFLED} needs model.initial_precision=table")
     prepared = prepare(config)
-    if not dataset_path(records, run.dataset).exists():
-        write(dataset_path(records, run.dataset), describe_dataset(run.dataset, prepared))
+    keep_dataset(run.dataset, prepared, records)
+    # Before hours of training, in which the checkout may move on.
+    origin = describe_run(run, config, prepared)
+    learned, noise = prepared, None
+    if run.training_noise:
+        learned, num_replaced = with_training_noise(prepared, run.training_noise, run.seed)
+        noise = {"share": run.training_noise, "replaced_events": float(num_replaced)}
     checkpoint = scratch / f"{run.name}-{fingerprint(config, prepared.log)}.pt"
     torch.manual_seed(config.training.seed)
-    model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
-    state = fit(model, prepared.split, prepared.event, config.training, checkpoint, report.step, report.epoch)
-    record = _record(run, config, prepared, model, state, time.monotonic() - begun)
+    model = build_model(config.model, torch.from_numpy(learned.catalog.training_counts))
+    state = fit(model, learned.split, learned.event, config.training, checkpoint, report.step, report.epoch)
+
+    calibration = calibrate(model, learned)
+    predictions = predict(model, learned, calibration.temperature, learned.split.test.history)
+    if noise is not None:
+        noise["list_confidence"] = list_confidence(predictions, learned, calibration)
+    record = RunRecord(
+        **origin,
+        **describe_training(model, state),
+        seconds={"training": round(state.seconds, 1), "total": round(time.monotonic() - begun, 1)},
+        filter=filter_figures(model, prepared) if config.model.filtering else None,
+        noise=noise,
+        # Judged by the true training counts: a list of popular items is one whatever the model was told.
+        **judge(predictions, prepared),
+    )
+    for extra in run.extras:
+        report.stage(extra)
+        changes = _extra(extra, run.seed, model, prepared, calibration, predictions)
+        made = record.model_copy(update={"variant": run.extra_variant(extra), "filter": None, **changes})
+        write(run_path(records, made.name), made)
     write(run_path(records, run.name), record)
     checkpoint.unlink(missing_ok=True)
     return record
 
 
-def _record(
-    run: Run, config: RunConfig, prepared: Prepared, model: Backbone, state: TrainState, seconds: float
-) -> RunRecord:
+def keep_dataset(name: str, prepared: Prepared, records: Path) -> None:
+    """Write the record of a data set, if there is none yet."""
+    if not dataset_path(records, name).exists():
+        write(dataset_path(records, name), describe_dataset(name, prepared))
+
+
+def describe_run(run: Run, config: RunConfig, prepared: Prepared) -> dict[str, Any]:
+    """What a record says of where a run comes from."""
+    return {
+        "dataset": run.dataset,
+        "data_sha256": prepared.log.sha256,
+        "model": run.backbone,
+        "filtering": run.filtering,
+        "variant": run.variant,
+        "seed": run.seed,
+        "config": {} if run.backbone in BASELINES else config.model_dump(mode="json", exclude=PATHS),
+        "commit": commit(),
+        "environment": {"cpu": cpu_model(), "threads": torch.get_num_threads(), **versions()},
+    }
+
+
+def describe_training(model: Backbone, state: TrainState) -> dict[str, Any]:
+    """What a record says of how a model was fitted."""
     best = state.curve[state.best_epoch - 1]
-    return RunRecord(
-        dataset=run.dataset,
-        data_sha256=prepared.log.sha256,
-        model=run.backbone,
-        filtering=run.filtering,
-        variant=run.variant,
-        seed=run.seed,
-        config=config.model_dump(mode="json", exclude=PATHS),
-        commit=commit(),
-        environment={"cpu": cpu_model(), "threads": torch.get_num_threads(), **versions()},
-        seconds={"training": round(state.seconds, 1), "total": round(seconds, 1)},
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        best_epoch=state.best_epoch,
-        curve=[{key: round(value, 6) for key, value in row.items()} for row in state.curve],
-        validation={"hr@10": best["val_hr@10"], "ndcg@10": best["val_ndcg@10"]},
-        filter=filter_figures(model, prepared) if config.model.filtering else None,
-        **judge(model, prepared, prepared.split.test),
-    )
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "best_epoch": state.best_epoch,
+        "curve": [{key: round(value, 6) for key, value in row.items()} for row in state.curve],
+        "validation": {"hr@10": best["val_hr@10"], "ndcg@10": best["val_ndcg@10"]},
+    }
 
 
-def judge(model: Backbone, prepared: Prepared, targets: Targets) -> dict[str, Any]:
+def predict(model: Backbone, prepared: Prepared, temperature: float, histories: Histories) -> Predictions:
+    """What a model says of the test users, at a temperature, when it reads these histories of theirs.
+
+    The target and what is ruled out as seen are those of the true history, whatever is read.
+    """
+    test = prepared.split.test
+    scored = evaluate.score_users(model, histories, prepared.event, seen=test.history)
+    return evaluate.predict(scored, test, temperature, LIST_LENGTH)
+
+
+def judge(predictions: Predictions, prepared: Prepared) -> dict[str, Any]:
     """What a record says of the test users: ranks, lists, likelihood at the temperature fitted on validation."""
-    validation = prepared.split.validation
-    temperature = calibration.fit_temperature(
-        evaluate.score_users(model, validation.history, prepared.event), validation
-    )
-    scored = evaluate.score_users(model, targets.history, prepared.event)
-    predictions = evaluate.predict(scored, targets, temperature, LIST_LENGTH)
     possible = np.isfinite(predictions.log_probability)
     return {
         **ranked(predictions.rank),
         "lists": list_figures(predictions.items, prepared),
         "nll": float(-predictions.log_probability[possible].mean()),
     }
+
+
+def list_confidence(predictions: Predictions, prepared: Prepared, calibration: Calibration) -> float:
+    """Mean over users of the probability that the next event is in the list, min(1, Σ confidence), as served."""
+    confidence_UK = evaluate.confidences(predictions, calibration, prepared.catalog.training_counts)
+    return float(np.minimum(confidence_UK.sum(1), 1).mean())
+
+
+def _extra(
+    extra: str, seed: int, model: Backbone, prepared: Prepared, calibration: Calibration, predictions: Predictions
+) -> dict[str, Any]:
+    """What the record of an extra has otherwise than the run's own, whose calibration and predictions are given."""
+    histories = prepared.split.test.history
+    if extra == SHUFFLED:
+        shuffled = shuffled_precision(model, seed)
+        validation = prepared.split.validation
+        scored = evaluate.score_users(shuffled, validation.history, prepared.event)
+        temperature = calibrating.fit_temperature(scored, validation)
+        return judge(predict(shuffled, prepared, temperature, histories), prepared)
+    share = TEST_NOISE[extra]
+    read, replaced = with_noise(histories, share, seed, len(prepared.catalog))
+    disturbed = predict(model, prepared, calibration.temperature, read)
+    noise = {
+        "share": share,
+        "replaced_events": float(replaced.sum()),
+        "list_confidence": list_confidence(disturbed, prepared, calibration),
+        "list_confidence_true": list_confidence(predictions, prepared, calibration),
+        **heard_events(model, read, replaced),
+    }
+    return {**judge(disturbed, prepared), "noise": noise}
 
 
 def ranked(ranks_U: np.ndarray) -> dict[str, Any]:

@@ -4,23 +4,62 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from training.progress import Reporter
-from training.study.records import run_path
+from training.study import baselines
+from training.study.controls import SHUFFLED, TEST_NOISE, TRAINING_NOISE
+from training.study.records import BASELINES, run_path
 from training.study.runs import Run, carry_out
 
 SEEDS = (1, 2, 3)
+LARGE = ("beauty", "toys", "instruments", "sports")
 SMALL = ("ml-100k", "lastfm")
 """Too few users for a claim: one seed."""
+DATASETS = (*LARGE, *SMALL)
+CONTROLLED = ("beauty", "toys")
+"""What controls and noise are tried on: SASRec with the first seed."""
+PARTS = {
+    "no-kriging-bias": "model.parts.kriging_bias=off",
+    "no-gain": "model.parts.gain=off",
+    "no-process-noise": "model.parts.process_noise=off",
+    "no-jacobian": "model.parts.jacobian=off",
+    "no-score-variance": "model.parts.score_variance=off",
+}
+"""Variants with one part of the filter off, and the override that switches it."""
 
 
 def pairs(backbone: str, datasets: Iterable[str], seeds: Iterable[int]) -> list[Run]:
     """Filtering off and on, seed by seed: a suite that is cut short has whole pairs."""
     return [
         Run(dataset, backbone, filtering, seed) for seed in seeds for dataset in datasets for filtering in (False, True)
+    ]
+
+
+def with_extras(run: Run) -> Run:
+    """The run, with the test-time variants that the study makes of it."""
+    if run.dataset not in CONTROLLED or run.seed != SEEDS[0]:
+        return run
+    return replace(run, extras=(*((SHUFFLED,) if run.filtering else ()), *TEST_NOISE))
+
+
+def controls() -> list[Run]:
+    """Baselines everywhere; on the controlled data sets one part of the filter off at a time, and training noise."""
+    return [
+        *(Run(dataset, baseline, False, 0) for dataset in DATASETS for baseline in BASELINES),
+        *(
+            Run(dataset, "sasrec", True, SEEDS[0], variant, (override,))
+            for dataset in CONTROLLED
+            for variant, override in PARTS.items()
+        ),
+        *(
+            Run(dataset, "sasrec", filtering, SEEDS[0], variant, training_noise=share)
+            for dataset in CONTROLLED
+            for variant, share in TRAINING_NOISE.items()
+            for filtering in (False, True)
+        ),
     ]
 
 
@@ -31,11 +70,12 @@ SUITES: dict[str, list[Run]] = {
         for filtering in (False, True)
     ],
     "full": [
-        *pairs("sasrec", ("beauty", "toys", "instruments", "sports"), SEEDS),
+        *map(with_extras, pairs("sasrec", LARGE, SEEDS)),
         *pairs("hstu", ("instruments", "sports"), SEEDS),
         *pairs("hstu", ("beauty",), (1,)),
         *pairs("bert4rec", ("beauty",), (1,)),
         *(run for backbone in ("sasrec", "hstu", "bert4rec") for run in pairs(backbone, SMALL, (1,))),
+        *controls(),
     ],
 }
 
@@ -50,14 +90,18 @@ class Folders:
 
 
 def missing(runs: Iterable[Run], records: Path) -> list[Run]:
-    """The runs without a record, in their order."""
-    return [run for run in runs if not run_path(records, run.name).exists()]
+    """The runs that lack a record, in their order.
+
+    A run that lacks the record of one of its extras alone is among them: weights are not kept, so it is done again, and
+    all its records written anew, so that they tell of one model.
+    """
+    return [run for run in runs if not all(run_path(records, name).exists() for name in run.names)]
 
 
 def work_through(
     runs: Sequence[Run], folders: Folders, data: Callable[[str], list[str]], jobs: int, report: Reporter
 ) -> list[str]:
-    """Do every run that has no record yet, `jobs` at a time, each in a process and on a thread of its own.
+    """Do every run that lacks a record, `jobs` at a time, each in a process and on a thread of its own.
 
     Args:
         runs: in the order to begin them.
@@ -73,7 +117,7 @@ def work_through(
         DataError: a data set is not there. Nothing is begun then.
     """
     to_do = missing(runs, folders.records)
-    report.stage(f"{len(runs)} runs, {len(runs) - len(to_do)} with a record; {len(to_do)} to do, {jobs} at a time")
+    report.stage(f"{len(runs)} runs, {len(runs) - len(to_do)} with all records; {len(to_do)} to do, {jobs} at a time")
     sources = {run.dataset: data(run.dataset) for run in to_do}
     failed = []
     # A fresh process a run: nothing of one run is left in the next, and its memory goes back.
@@ -96,9 +140,11 @@ def _work(run: Run, folders: Folders, data: list[str]) -> str:
 
     keep_freed_memory()
     torch.set_num_threads(1)
-    record = carry_out(
-        run, run.config(folders.recipes, data), folders.records, folders.scratch, NamedReporter(run.name)
-    )
+    config = run.config(folders.recipes, data)
+    if run.backbone in BASELINES:
+        record = baselines.carry_out(run, config, folders.records)
+    else:
+        record = carry_out(run, config, folders.records, folders.scratch, NamedReporter(run.name))
     return (
         f"validation NDCG@10 {record.validation['ndcg@10']:.4f}, best epoch {record.best_epoch},"
         f" {record.seconds['total']:.0f} s"

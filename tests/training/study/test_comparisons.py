@@ -4,7 +4,9 @@ import pytest
 
 from tests.training.study.made_up import baseline, dataset, noise, run
 from training.study.comparisons import control_of, noise_of, study_of
+from training.study.controls import SHUFFLED, TEST_NOISE
 from training.study.records import RunRecord
+from training.study.suite import SUITES
 
 LARGE, SMALL = dataset("beauty", 2000), dataset("lastfm", 60)
 
@@ -80,6 +82,14 @@ def test_noise_is_kept_apart_from_the_recipes():
     study = study_of({"beauty": LARGE}, runs)
 
     assert (study.comparisons, [one.variant for one in study.noise]) == ([], ["test-noise-05"])
+
+
+def test_every_variant_of_the_suites_is_known_as_what_it_is():
+    variants = {run.variant for run in SUITES["full"]} | {SHUFFLED, *TEST_NOISE}
+
+    unknown = [one for one in variants if control_of(one) is None and noise_of(one) is None]
+
+    assert unknown == [""]
 
 
 @pytest.mark.parametrize(

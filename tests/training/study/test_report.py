@@ -264,7 +264,7 @@ def walks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     class Found:
         config = DataConfig(path=tmp_path / "walks.txt", rejects=tmp_path / "rejects.jsonl")
 
-    monkeypatch.setattr(datasets, "find", lambda name: Found, raising=False)
+    monkeypatch.setattr(datasets, "find", lambda name: Found)
     return tmp_path
 
 
