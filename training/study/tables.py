@@ -88,10 +88,10 @@ def answer(study: Study) -> Table:
         "Change of the mean by filtering, its 95 % interval over users and seeds, and what the interval says. One that"
         " holds zero shows no difference."
     ]
-    if not claims:
+    if study.comparisons and not claims:
         need = f"{MIN_SEEDS} seeds and {MIN_USERS:,} test users with the same settings are needed"
         notes.append(f"**None of these comparisons carries a claim**: {need}.")
-    elif len(claims) < len(study.comparisons):
+    elif claims and len(claims) < len(study.comparisons):
         others = len(study.comparisons) - len(claims)
         notes.append(f"{others} more without a claim follow below, each with the reason.")
     columns: dict[str, Style] = {"seeds": "count", "off": "metric", "on": "metric"} | dict.fromkeys(_GROUPS, "text")

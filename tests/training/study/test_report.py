@@ -225,6 +225,7 @@ def test_a_single_run_makes_a_report_without_comparisons(tmp_path: Path):
     assert done.exit_code == 0, done.output
     text = (tmp_path / "docs" / "report.md").read_text()
     assert "No pair of runs" in text
+    assert "None of these comparisons" not in text
     assert ".png" not in text
 
 
