@@ -4,7 +4,7 @@ W windows · B rows of a batch · T positions (BOS first) · R real target posit
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -51,6 +51,24 @@ class Batch:
     last: Tensor
     positions: Tensor
     targets: Tensor
+
+    def part(self, number: int, parts: int) -> "Batch":
+        """Every `parts`-th row, from `number` on. Rows come sorted by length, so that the parts are alike."""
+        rows = slice(number, None, parts)
+        row, column = self.positions // self.items.shape[1], self.positions % self.items.shape[1]
+        mine = row % parts == number
+        return Batch(
+            items=self.items[rows],
+            weights=self.weights[rows],
+            timestamps=self.timestamps[rows],
+            last=self.last[rows],
+            positions=((row // parts) * self.items.shape[1] + column)[mine],
+            targets=self.targets[mine],
+        )
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 def training_windows(histories: Histories, max_len: int) -> Windows:

@@ -34,10 +34,11 @@ from model.onnx.export import export_graphs
 from training import calibration as calibrating
 from training import evaluate
 from training.catalog import Catalog, read_titles
-from training.config import RunConfig
+from training.config import OptimizerConfig, RunConfig
+from training.distributed import ALONE, World
 from training.events import DataConfig, EventLog, read_events
 from training.files import write_whole
-from training.loop import TrainState, fit
+from training.loop import TrainState, fit, micro_batches
 from training.progress import Reporter
 from training.splits import MIN_EVENTS_LEAVE_ONE_OUT, Split, Targets, make_split, training_counts
 from training.tables import DataError
@@ -67,7 +68,14 @@ class Prepared:
     event: Event
 
 
-def train(config: RunConfig, out: Path, report: Reporter, command: Sequence[str], resume: bool = False) -> TrainedModel:
+def train(
+    config: RunConfig,
+    out: Path,
+    report: Reporter,
+    command: Sequence[str],
+    resume: bool = False,
+    world: World = ALONE,
+) -> TrainedModel:
     """Train by `config` and publish the bundle in `out/registry`.
 
     Args:
@@ -77,40 +85,58 @@ def train(config: RunConfig, out: Path, report: Reporter, command: Sequence[str]
         report: receives the progress.
         command: the command line, for the record.
         resume: go on from this configuration's checkpoint if there is one.
+        world: the processes that train together. The first one reads the log and writes the files.
 
     Raises:
         DataError: the log cannot be read, or leaves nobody to train on, validate with or test on.
-        ConfigError: training diverged.
+        ConfigError: training diverged, or the batches cannot be shared evenly by the processes.
         ExportError: torch and ONNX Runtime disagree. Nothing is published then.
     """
     keep_freed_memory()
     begun = time.monotonic()
     report.stage(f"reading {config.data.path}")
-    if config.data.rejects is None:
-        data = DataConfig.model_validate({**config.data.model_dump(), "rejects": out / "rejects.jsonl"})
-        config = config.model_copy(update={"data": data})
-    prepared = prepare(config)
+    config = _settled(config, out, world)
+    prepared = world.from_first(lambda: prepare(config))
     report.stage(_describe(prepared))
 
     torch.manual_seed(config.training.seed)
     model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
     checkpoint = out / f"checkpoint-{_fingerprint(config, prepared.log)}.pt"
-    if not resume:
+    if not resume and world.is_first:
         checkpoint.unlink(missing_ok=True)
-    state = fit(model, prepared.split, prepared.event, config.training, checkpoint, report.step, report.epoch)
+    on_step, on_epoch = report.step, report.epoch
+    state = fit(model, prepared.split, prepared.event, config.training, checkpoint, on_step, on_epoch, world)
 
     report.stage(f"best epoch {state.best_epoch}; fitting the calibration on validation")
-    calibration = calibrate(model, prepared)
+    calibration = world.from_first(lambda: calibrate(model, prepared))
     report.stage("ranking the whole catalogue for every test user")
-    figures = test_figures(model, prepared, calibration)
-    calibration = calibration.model_copy(update={"report": _calibration_report(figures)})
+    figures = test_figures(model, prepared, calibration, world)
 
     report.stage("exporting to ONNX and comparing with torch")
-    record = _record(config, prepared, state, figures, command, time.monotonic() - begun)
-    bundle = publish(model, prepared, calibration, record, out / "registry")
-    write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
+    record = _record(config, prepared, state, figures, command, time.monotonic() - begun, world)
+    bundle = world.from_first(lambda: _deliver(model.cpu(), prepared, calibration, record, out))
     report.stage(f"published {config.model_name} {bundle.name}")
     return TrainedModel(bundle, record)
+
+
+def _settled(config: RunConfig, out: Path, world: World) -> RunConfig:
+    """The configuration with what depends on the run's folder and processes filled in."""
+    data = {**config.data.model_dump(), "rejects": config.data.rejects or out / "rejects.jsonl"}
+    training = {**config.training.model_dump(), "micro_batches": micro_batches(config.training, world)}
+    return config.model_copy(
+        update={
+            "data": DataConfig.model_validate(data),
+            "training": OptimizerConfig.model_validate(training),
+        }
+    )
+
+
+def _deliver(model: Backbone, prepared: Prepared, calibration: Calibration, record: dict[str, Any], out: Path) -> Path:
+    """Publish the bundle and write the run's record; returns the bundle's folder."""
+    calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
+    bundle = publish(model, prepared, calibration, record, out / "registry")
+    write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
+    return bundle
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -155,10 +181,10 @@ def calibrate(model: Backbone, prepared: Prepared) -> Calibration:
     return calibrating.fit_confidence(predictions, prepared.catalog.training_counts, temperature, scale, event)
 
 
-def test_figures(model: Backbone, prepared: Prepared, calibration: Calibration) -> dict[str, Any]:
+def test_figures(model: Backbone, prepared: Prepared, calibration: Calibration, world: World) -> dict[str, Any]:
     """The test users' figures, by torch."""
-    scored = evaluate.score_users(model, prepared.split.test.history, prepared.event)
-    return _figures(scored, prepared.split.test, calibration, prepared.catalog.training_counts)
+    scored = evaluate.score_users(model, prepared.split.test.history, prepared.event, world)
+    return _figures(scored, prepared.split.test, calibration, prepared.catalog.training_counts, world)
 
 
 def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
@@ -218,8 +244,10 @@ def _require(path: Path, split: Split, part: str, size: int) -> None:
         )
 
 
-def _figures(scored: Any, targets: Targets, calibration: Calibration, counts: np.ndarray) -> dict[str, Any]:
-    predictions = evaluate.predict(scored, targets, calibration.temperature, evaluate.LIST_LENGTH)
+def _figures(
+    scored: Any, targets: Targets, calibration: Calibration, counts: np.ndarray, world: World = ALONE
+) -> dict[str, Any]:
+    predictions = evaluate.predict(scored, targets, calibration.temperature, evaluate.LIST_LENGTH, world)
     popularity = evaluate.popularity_ranks(counts, targets, calibration.event)
     return evaluate.report(predictions, calibration, popularity, counts)
 
@@ -241,6 +269,7 @@ def _record(
     figures: dict[str, Any],
     command: Sequence[str],
     seconds: float,
+    world: World,
 ) -> dict[str, Any]:
     """Everything needed to trace the run's figures: configuration, data, curve, versions, commit."""
     return {
@@ -252,6 +281,8 @@ def _record(
         "event": prepared.event,
         "best_epoch": state.best_epoch,
         "seconds": {"training": round(state.seconds, 1), "total": round(seconds, 1)},
+        "processes": world.size,
+        "device": world.device.type,
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
         "versions": {"python": platform.python_version()}

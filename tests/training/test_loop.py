@@ -32,8 +32,8 @@ def settings(**changed: object) -> OptimizerConfig:
 def validation_ndcgs(monkeypatch: pytest.MonkeyPatch, ranks_by_epoch: list[float]) -> None:
     """Let validation put every target at a given rank after each epoch."""
     remaining = iter(ranks_by_epoch)
-    monkeypatch.setattr(loop, "score_users", lambda model, histories, event: None)
-    monkeypatch.setattr(loop, "ranks", lambda scored, targets: np.full(len(targets), next(remaining)))
+    monkeypatch.setattr(loop, "score_users", lambda *_: None)
+    monkeypatch.setattr(loop, "ranks", lambda scored, targets, world: np.full(len(targets), next(remaining)))
 
 
 @FILTERING
