@@ -25,6 +25,8 @@ class OptimizerConfig(BaseModel):
 
     seed: int = 0
     epochs: int = Field(default=60, ge=1)
+    epoch_steps: int | None = Field(default=None, ge=1)
+    """An epoch ends after so many batches; None: when every window was seen. For logs too long to wait for that."""
     max_seconds: float | None = Field(default=None, gt=0)
     """No further epoch is begun after this many seconds of training."""
     batch_size: int = Field(default=128, ge=1)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ from model.filtering import Gaussian
 from training import losses, metrics
 from training.batches import (
     Batch,
+    TrainingWindows,
     Windows,
     collate,
     collate_masked,
-    shuffled_batches,
-    training_windows,
     with_unknowns,
 )
 from training.config import ConfigError, OptimizerConfig
@@ -77,7 +77,7 @@ def fit(
     Raises:
         ConfigError: the loss or its gradient is no longer finite, or the batches cannot be shared evenly.
     """
-    windows = training_windows(split.train, model.config.max_len)
+    training = TrainingWindows(split.train, model.config.max_len)
     model.to(world.device)
     state = TrainState(model, _optimizer(model, config), torch.Generator().manual_seed(config.seed))
     if checkpoint is not None:
@@ -85,7 +85,7 @@ def fit(
     batch_loss = world.replicated(BatchLoss(model, config))
     while not _finished(state, config):
         begun = time.monotonic()
-        loss = train_epoch(state, batch_loss, windows, config, on_step, world)
+        loss = train_epoch(state, batch_loss, training, config, on_step, world)
         ranks_U = ranks(score_users(model, split.validation.history, event, world), split.validation, world)
         ndcg = float(metrics.ndcg(ranks_U, 10).mean())
         state.epoch += 1
@@ -111,12 +111,12 @@ def fit(
 def train_epoch(
     state: TrainState,
     batch_loss: nn.Module,
-    windows: Windows,
+    training: TrainingWindows,
     config: OptimizerConfig,
     on_step: Callable[[int, int, float], None],
     world: World,
 ) -> float:
-    """One pass over all windows; returns the mean loss of the steps.
+    """One pass over all windows, or `epoch_steps` batches of one; returns the mean loss of the steps.
 
     Args:
         batch_loss: the model's `BatchLoss`, replicated.
@@ -125,8 +125,10 @@ def train_epoch(
         ConfigError: the loss or its gradient is no longer finite, or the batches cannot be shared evenly.
     """
     state.model.train()
-    total, steps = 0.0, -(-len(windows) // config.batch_size)
-    for step, rows in enumerate(shuffled_batches(windows, config.batch_size, state.generator), 1):
+    total, steps = 0.0, training.num_batches(config.batch_size)
+    if config.epoch_steps is not None:
+        steps = min(steps, config.epoch_steps)
+    for step, (windows, rows) in enumerate(islice(training.epoch(config.batch_size, state.generator), steps), 1):
         batch = training_batch(state.model, windows, rows, config, state.generator)
         state.optimizer.zero_grad(set_to_none=True)
         loss = accumulate_gradients(batch_loss, batch, config, state.generator, (state.epoch, step), world)

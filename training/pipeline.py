@@ -5,7 +5,9 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,15 +38,18 @@ from training import evaluate
 from training.catalog import Catalog, read_titles
 from training.config import OptimizerConfig, RunConfig
 from training.distributed import ALONE, World
-from training.events import DataConfig, EventLog, read_events
+from training.events import DataConfig, LogFacts, read_events
 from training.files import write_whole
 from training.loop import TrainState, fit, micro_batches
 from training.progress import Reporter
-from training.splits import MIN_EVENTS_LEAVE_ONE_OUT, Split, Targets, make_split, training_counts
+from training.splits import MIN_EVENTS_LEAVE_ONE_OUT, Split, SplitName, Targets, make_split, training_counts
+from training.streaming import stream_log
 from training.tables import DataError
 
 REPEAT_SHARE = 0.01
 """`event: auto` means `next_item` when more than this share of the validation targets were had before."""
+SHARDS = "shards"
+"""Folder, in the run's own, of a streamed log's training histories; deleted when the run has ended well."""
 PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True}
 """What a record leaves out of the configuration: paths mean nothing on another machine."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
@@ -62,9 +67,10 @@ class TrainedModel:
 class Prepared:
     """A log made ready to learn from."""
 
-    log: EventLog
+    log: LogFacts
     catalog: Catalog
     split: Split
+    """Its training histories are in memory, or in shards on the disk."""
     event: Event
 
 
@@ -80,8 +86,8 @@ def train(
 
     Args:
         config: the run's configuration.
-        out: the run's folder: receives registry/, checkpoint-<configuration>.pt, record.json, and rejects.jsonl
-            unless the configuration names another file for bad rows.
+        out: the run's folder: receives registry/, checkpoint-<configuration>.pt, record.json, rejects.jsonl
+            unless the configuration names another file for bad rows, and while it lasts shards/ of a streamed log.
         report: receives the progress.
         command: the command line, for the record.
         resume: go on from this configuration's checkpoint if there is one.
@@ -96,7 +102,7 @@ def train(
     begun = time.monotonic()
     report.stage(f"reading {config.data.path}")
     config = _settled(config, out, world)
-    prepared = world.from_first(lambda: prepare(config))
+    prepared = world.from_first(lambda: prepare(config, out / SHARDS))
     report.stage(_describe(prepared))
 
     torch.manual_seed(config.training.seed)
@@ -136,25 +142,44 @@ def _deliver(model: Backbone, prepared: Prepared, calibration: Calibration, reco
     calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
     bundle = publish(model, prepared, calibration, record, out / "registry")
     write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
+    shutil.rmtree(out / SHARDS, ignore_errors=True)
     return bundle
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, shards: Path | None = None) -> Prepared:
     """Read the log, build the catalogue, split.
 
+    Args:
+        config: the run's configuration.
+        shards: the folder where a streamed log's training histories go; what lies there is deleted.
+
     Raises:
+        ValueError: a log is to be streamed and `shards` is None.
         DataError: the log cannot be read, or a part of the split is empty.
     """
-    log = read_events(config.data)
-    catalog = Catalog.from_log(log)
+    log, catalog, split = _read_split(config.data, config.split, shards)
     if config.titles is not None:
         catalog = catalog.with_titles(read_titles(config.titles))
-    split = make_split(log, catalog, config.split)
-    _require(config.data.path, split, "training", int(np.count_nonzero(split.train.weights)))
+    _require(config.data.path, split, "training", int(catalog.training_counts.sum()))
     _require(config.data.path, split, "validation", len(split.validation))
     _require(config.data.path, split, "test", len(split.test))
-    catalog = catalog.with_training_counts(training_counts(split.train, len(catalog)))
     return Prepared(log, catalog, split, resolve_event(config.event, split.validation))
+
+
+def _read_split(
+    config: DataConfig, name: SplitName, shards: Path | None, catalog: Catalog | None = None
+) -> tuple[LogFacts, Catalog, Split]:
+    """A log's facts, its catalogue with training counts, its split; by a catalogue that is given, or its own."""
+    if config.streaming:
+        if shards is None:
+            raise ValueError("a streamed log needs a folder for its shards")
+        streamed = stream_log(config, name, shards, catalog)
+        return streamed.facts, streamed.catalog, streamed.split
+    log = read_events(config)
+    if catalog is None:
+        catalog = Catalog.from_log(log)
+    split = make_split(log, catalog, name)
+    return log.facts(), catalog.with_training_counts(training_counts(split.train, len(catalog))), split
 
 
 def resolve_event(asked: Event | Literal["auto"], validation: Targets) -> Event:
@@ -196,7 +221,8 @@ def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
         DataError: the log cannot be read, or has no test user whose target the bundle knows.
     """
     catalog = Catalog.of_bundle(bundle)
-    split = make_split(read_events(data), catalog, bundle.manifest.data["split"])
+    with tempfile.TemporaryDirectory() as shards:
+        _, _, split = _read_split(data, bundle.manifest.data["split"], Path(shards), catalog)
     _require(data.path, split, "test", len(split.test))
     scored = evaluate.score_users_by_bundle(bundle, split.test.history)
     return _figures(scored, split.test, bundle.calibration, catalog.training_counts)
@@ -294,16 +320,16 @@ def _record(
 
 def _describe(prepared: Prepared) -> str:
     log, split = prepared.log, prepared.split
-    ties = log.tie_shares()
-    tied = "no timestamps" if ties is None else f"{ties[1]:.0%} of users have their last two events in the same instant"
+    ties = log.tied_last_two_users_share
+    tied = "no timestamps" if ties is None else f"{ties:.0%} of users have their last two events in the same instant"
     return (
         f"{log.rows_kept:,} events ({log.rows_rejected:,} rejected)"
-        f" of {log.events['user_id'].n_unique():,} users on {len(prepared.catalog):,} items;"
+        f" of {log.users:,} users on {len(prepared.catalog):,} items;"
         f" {tied}; split {split.name}, event {prepared.event}"
     )
 
 
-def _fingerprint(config: RunConfig, log: EventLog) -> str:
+def _fingerprint(config: RunConfig, log: LogFacts) -> str:
     """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
     when_to_stop: dict[str, Any] = {"training": {"epochs", "max_seconds", "patience"}}
     text = config.model_dump_json(exclude=PATHS | when_to_stop) + log.sha256
