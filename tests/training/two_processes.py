@@ -5,6 +5,7 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.training.two_process
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "masked, sampled loss": ({"backbone": "bert4rec"}, {"loss": "sampled", "num_negatives": 10}),
     "time, full loss": ({"backbone": "hstu"}, {"loss": "full"}),
     "dropout": ({"dropout": 0.3, "attention_dropout": 0.1}, {"loss": "sampled", "micro_batches": 2}),
+    "resumed": ({"dropout": 0.3}, {"micro_batches": 2}),
     "four micro-batches": ({"dropout": 0.3}, {"loss": "full", "micro_batches": 4}),
 }
 """Changes to the model's and to the optimiser's settings."""
@@ -36,7 +38,12 @@ def figures(name: str, world: World) -> dict[str, Any]:
     split = leave_one_out(successor_walks(70, NUM_ITEMS, length=10))
     model = fresh_model(split, NUM_ITEMS, SMALL.model_copy(update=model_changes))
     config = OptimizerConfig.model_validate({**BATCHES, **changes})
-    state = fit(model, split, "next_item", config, world=world)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "checkpoint.pt"
+        if name == "resumed":
+            first_epoch = config.model_copy(update={"epochs": 1})
+            fit(fresh_model(split, NUM_ITEMS, model.config), split, "next_item", first_epoch, checkpoint, world=world)
+        state = fit(model, split, "next_item", config, checkpoint, world=world)
     scored = score_users(model, split.test.history, "next_item", world)
     predictions = predict(scored, split.test, 1.0, 5, world)
     curve = [{key: value for key, value in row.items() if key != "seconds"} for row in state.curve]
