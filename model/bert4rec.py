@@ -13,7 +13,7 @@ from model import filtering
 from model.backbone import EMBEDDING_STD, Backbone, Reasons, times, without_padding
 from model.config import MASK, PAD, ModelConfig
 from model.filtering import Gaussian
-from model.layers import FilteringLayer, Neighbours, PlainLayer, Steps
+from model.layers import FilteringLayer, Neighbours, PlainLayer, Steps, neighbour_precision
 
 
 class BERT4Rec(Backbone):
@@ -87,7 +87,7 @@ class PostNormFilteringLayer(FilteringLayer):
 
     def shares(self, prior: Gaussian, visible_BTS: Tensor) -> Tensor:
         """As `FilteringLayer.shares`."""
-        return self.attention.shares(prior.mean, prior.precision.mean(-1), visible_BTS)
+        return self.attention.shares(prior.mean, neighbour_precision(prior, self.config), visible_BTS)
 
 
 class PostNormPlainLayer(PlainLayer):

@@ -39,6 +39,23 @@ def window_start(count: int, max_len: int) -> int:
     return -(-(count - max_len) // stride) * stride
 
 
+class FilterParts(BaseModel):
+    """Parts of the filter that can be left out, to see what each does. A model to be served has them all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kriging_bias: bool = True
+    """Off: all neighbours count as equally precise, λ̄ = 1, in the weights and in the prior variance."""
+    gain: bool = True
+    """Off: the innovation is added whole, K = 1, as in a plain residual; the precision goes on as before."""
+    process_noise: bool = True
+    """Off: Q is fixed at 1e-6."""
+    jacobian: bool = True
+    """Off: J = 0, the feed-forward moves the mean and leaves the variance. SASRec only."""
+    score_variance: bool = True
+    """Off: c = 0, a score's variance changes neither the loss nor the order of a list."""
+
+
 class ModelConfig(BaseModel):
     """Hyper-parameters of one network. Strict and frozen; written whole into manifest and report."""
 
@@ -70,13 +87,24 @@ class ModelConfig(BaseModel):
     """HSTU: what its attention is divided by, a constant, whatever the length of the history or its padding."""
     time_buckets: int = Field(default=72, ge=1, le=1024)
     """HSTU: time differences told apart, each 1.35 times the one before; the last of 72 begins at 57 years."""
+    head: Literal["auto", "inner_product", "cosine"] = "auto"
+    """A score is the inner product of LN(h) with an item, or the cosine of the two over `temperature`; `auto`: the
+    cosine for HSTU, the inner product for the others."""
     temperature: float = Field(default=0.05, gt=0.0, le=10.0)
-    """HSTU: what a cosine is divided by to make a score."""
+    """What a cosine is divided by to make a score."""
+    parts: FilterParts = FilterParts()
+
+    @property
+    def scores_by_cosine(self) -> bool:
+        """Whether the head is the cosine."""
+        return self.head == "cosine" or (self.head == "auto" and self.backbone == "hstu")
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
         if self.max_len % 2:
             raise ValueError(f"max_len is {self.max_len}; it must be even, because the window moves by max_len/2")
+        if not self.parts.jacobian and self.backbone != "sasrec":
+            raise ValueError(f"parts.jacobian can be left out of sasrec only, not of {self.backbone}")
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
         return self

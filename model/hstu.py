@@ -19,7 +19,7 @@ from model import filtering
 from model.backbone import Cache, CausalBackbone
 from model.config import PAD, ModelConfig
 from model.filtering import Gaussian
-from model.layers import Neighbours, Steps
+from model.layers import Neighbours, Steps, neighbour_precision, process_noise_variance, updated
 
 WEIGHT_STD = 0.02
 LN_EPS = 1e-6
@@ -127,7 +127,7 @@ class FilteringHSTULayer(HSTULayer):
         """As `layers.FilteringLayer.forward`, with `relations` for who is visible."""
         config = self.config
         gate, value, query, key = self.project(prior.mean)
-        shown = Neighbours(key, value, prior.precision.mean(-1))
+        shown = Neighbours(key, value, neighbour_precision(prior, config))
         seen = shown.after(past)
         field = steps.sandwich(
             query,
@@ -142,9 +142,9 @@ class FilteringHSTULayer(HSTULayer):
         )
         # The field's variance is read here: the LayerNorm takes its scale away, and the gate acts on the mean alone.
         observed = filtering.observation_precision(field, self.output.weight)
-        posterior = steps.update(prior, self.innovation(gate, field.mean), observed)
-        predicted = filtering.diffuse(Gaussian(posterior.mean, posterior.precision), F.softplus(self.raw_process_noise))
-        return predicted, shown
+        posterior = updated(prior, self.innovation(gate, field.mean), observed, config, steps)
+        noise_variance = process_noise_variance(self.raw_process_noise, config)
+        return filtering.diffuse(posterior, noise_variance), shown
 
     def shares(self, prior: Gaussian, relations: Relations) -> Tensor:
         """As `layers.FilteringLayer.shares`: the sandwich's weights as |w|/Σ|w|."""
@@ -153,7 +153,7 @@ class FilteringHSTULayer(HSTULayer):
             query,
             key,
             self.bias(relations),
-            prior.precision.mean(-1),
+            neighbour_precision(prior, self.config),
             relations.visible,
             self.config.attention_norm,
         )

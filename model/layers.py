@@ -14,6 +14,9 @@ from model import filtering
 from model.config import ModelConfig
 from model.filtering import Dynamics, Gaussian, KrigedField, Posterior
 
+NO_PROCESS_NOISE = 1e-6
+"""Q where the process noise is left out: a precision stays finite where J = −1."""
+
 
 class Steps(Protocol):
     """The steps a filtering layer calls: `model.filtering` itself, or the nodes that an export emits."""
@@ -108,6 +111,26 @@ class FeedForward(nn.Module):
         return self.outer(F.gelu(self.inner(normalised_BTD)))
 
 
+def neighbour_precision(prior: Gaussian, config: ModelConfig) -> Tensor:
+    """λ̄ (B,T), the mean over dimensions, by which others weigh these positions (math.md §1 [P])."""
+    mean_BT = prior.precision.mean(-1)
+    return mean_BT if config.parts.kriging_bias else torch.ones_like(mean_BT)
+
+
+def updated(
+    prior: Gaussian, innovation_BTD: Tensor, observation_precision_BTD: Tensor, config: ModelConfig, steps: Steps
+) -> Gaussian:
+    """The posterior of `filtering.update`."""
+    posterior = steps.update(prior, innovation_BTD, observation_precision_BTD)
+    mean = posterior.mean if config.parts.gain else prior.mean + innovation_BTD
+    return Gaussian(mean, posterior.precision)
+
+
+def process_noise_variance(raw_D: Tensor, config: ModelConfig) -> Tensor:
+    """Q = softplus(q) (D,) of a layer (math.md §3)."""
+    return F.softplus(raw_D) if config.parts.process_noise else torch.full_like(raw_D, NO_PROCESS_NOISE)
+
+
 class FilteringLayer(nn.Module):
     """Observe, update, predict (math.md §1–3)."""
 
@@ -131,7 +154,12 @@ class FilteringLayer(nn.Module):
             steps: the filtering steps.
         """
         posterior, shown = self.observe(prior, self.attention.norm(prior.mean), visible_BTS, past, steps)
-        predicted = steps.predict(posterior, self.dynamics(), self.config.dropout if self.training else 0.0)
+        dynamics = self.dynamics()
+        predicted = steps.predict(posterior, dynamics, self.config.dropout if self.training else 0.0)
+        if not self.config.parts.jacobian:
+            predicted = Gaussian(
+                predicted.mean, filtering.diffuse(posterior, dynamics.process_noise_variance).precision
+            )
         return predicted, shown
 
     def observe(
@@ -140,16 +168,16 @@ class FilteringLayer(nn.Module):
         """The posterior, the prior updated by what kriging finds at the neighbours; and what these positions show."""
         attention_dropout = self.config.attention_dropout if self.training else 0.0
         query, key, value = self.attention.project(normalised_BTD)
-        shown = Neighbours(key, value, prior.precision.mean(-1))
+        shown = Neighbours(key, value, neighbour_precision(prior, self.config))
         field = steps.krige(query, *shown.after(past), visible_BTS, self.config.shrinkage_dof, attention_dropout)
         innovation = F.dropout(self.attention.output(field.mean), self.config.dropout, self.training)
         observed = filtering.observation_precision(field, self.attention.output.weight)
-        posterior = steps.update(prior, innovation, observed)
-        return Gaussian(posterior.mean, posterior.precision), shown
+        return updated(prior, innovation, observed, self.config, steps), shown
 
     def shares(self, prior: Gaussian, visible_BTS: Tensor) -> Tensor:
         """How much each position hears of each neighbour in this layer, (B,H,T,S); see `forward`."""
-        return self.attention.shares(self.attention.norm(prior.mean), prior.precision.mean(-1), visible_BTS)
+        precision_BS = neighbour_precision(prior, self.config)
+        return self.attention.shares(self.attention.norm(prior.mean), precision_BS, visible_BTS)
 
     def dynamics(self) -> Dynamics:
         """The feed-forward's parameters and Q = softplus(q), as `filtering.predict` takes them."""
@@ -161,7 +189,7 @@ class FilteringLayer(nn.Module):
             b1=block.inner.bias,
             w2=block.outer.weight,
             b2=block.outer.bias,
-            process_noise_variance=F.softplus(self.raw_process_noise),
+            process_noise_variance=process_noise_variance(self.raw_process_noise, self.config),
             ln_eps=block.norm.eps,
         )
 

@@ -32,7 +32,7 @@ class FinalLayerNorm(nn.LayerNorm):
     """States through the last LayerNorm LN_f, items as they are."""
 
     def readout(self, state: Gaussian) -> Readout:
-        """z = LN_f(h), ρ = γ²/(s²λ) for states (R,D); an infinite precision gives variance 0."""
+        """z = LN_f(h), ρ = γ²/(s²λ) for states (R,D)."""
         spread = (state.mean.var(-1, correction=0, keepdim=True) + self.eps) * state.precision
         return Readout(self(state.mean), self.weight.square() / spread)
 
@@ -42,7 +42,7 @@ class FinalLayerNorm(nn.LayerNorm):
 
 
 class UnitNorm(nn.Module):
-    """States and items as unit vectors, so that a score is a cosine over a temperature κ (HSTU).
+    """States and items as unit vectors, so that a score is a cosine over a temperature κ.
 
     κ divides z and not the score: 1 + c·v then compares a variance with the logit's own unit.
 
@@ -54,10 +54,14 @@ class UnitNorm(nn.Module):
         super().__init__()
         self.temperature = temperature
 
+    def forward(self, mean_RD: Tensor) -> Tensor:
+        """h/(κ‖h‖) (R,D)."""
+        return mean_RD / (self.temperature * _length(mean_RD))
+
     def readout(self, state: Gaussian) -> Readout:
-        """z = h/(κ‖h‖), ρ = 1/(κ²‖h‖²λ) for states (R,D); an infinite precision gives variance 0."""
+        """z = h/(κ‖h‖), ρ = 1/(κ²‖h‖²λ) for states (R,D)."""
         scale = self.temperature * _length(state.mean)
-        return Readout(state.mean / scale, (scale.square() * state.precision).reciprocal())
+        return Readout(self(state.mean), (scale.square() * state.precision).reciprocal())
 
     def items(self, items_MD: Tensor) -> Tensor:
         """e/‖e‖."""
@@ -67,17 +71,16 @@ class UnitNorm(nn.Module):
 class GaussianHead(nn.Module):
     """The scoring head: a norm and three learned scalars (math.md, "Scoring and its uncertainty" [O]).
 
-    The norm says how a state and the items enter: HSTU's are unit vectors, the others have LN_f.
+    The norm says how a state and the items enter: as unit vectors, or the state through LN_f.
 
     Args:
-        config: `width`, `backbone`, `temperature` and `filtering`; without filtering the head is the inner product
-            alone.
+        config: `width`, `head`, `temperature`, `filtering`, `parts`; without filtering the head is the product alone.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        is_cosine = config.backbone == "hstu"
-        self.norm = UnitNorm(config.temperature) if is_cosine else FinalLayerNorm(config.width)
+        self.norm = UnitNorm(config.temperature) if config.scores_by_cosine else FinalLayerNorm(config.width)
+        self.score_variance = config.parts.score_variance
         self.filtering = config.filtering
         if config.filtering:
             self.candidate_level = nn.Parameter(torch.zeros(()))
@@ -85,7 +88,10 @@ class GaussianHead(nn.Module):
             self.variance_scale = nn.Parameter(torch.zeros(()))
 
     def readout(self, state: Gaussian) -> Readout:
-        """z and ρ of states (R,D), by the norm."""
+        """z and ρ of states (R,D), by the norm; without filtering ρ = 0."""
+        if not self.filtering:
+            z = self.norm(state.mean)
+            return Readout(z, torch.zeros_like(z))
         return self.norm.readout(state)
 
     def items(self, items_MD: Tensor) -> Tensor:
@@ -94,7 +100,9 @@ class GaussianHead(nn.Module):
 
     def shrinkage(self) -> Tensor:
         """c ≥ 0: how far variance pulls a score towards the catalogue's average; 0 for the plain head."""
-        return F.softplus(self.variance_scale) if self.filtering else torch.zeros(())
+        if not self.filtering or not self.score_variance:
+            return torch.zeros(())
+        return F.softplus(self.variance_scale)
 
     def candidate_variance(self, log_count_M: Tensor) -> Tensor:
         """r_i of each candidate, (M,) > 0: the fewer its training uses, the wider; 0 for the plain head."""
@@ -116,7 +124,7 @@ class GaussianHead(nn.Module):
         z = self.readout(state)
         mean = z.mean @ items_MD.T
         if not self.filtering:
-            return self._scores(z, mean, torch.zeros_like(mean), catalogue_mean_D)
+            return Scores(mean, torch.zeros_like(mean), mean - _centre(z, mean, catalogue_mean_D))
         candidate = _energy(z)[:, None] * self.candidate_variance(log_count_M)
         variance = torch.addmm(candidate, z.variance, items_MD.square().T)
         return self._scores(z, mean, variance, catalogue_mean_D)
@@ -126,16 +134,20 @@ class GaussianHead(nn.Module):
         z = self.readout(state)
         mean = (z.mean * items_RD).sum(-1)
         if not self.filtering:
-            return self._scores(z, mean, torch.zeros_like(mean), catalogue_mean_D)
+            return Scores(mean, torch.zeros_like(mean), mean - _centre(z, mean, catalogue_mean_D))
         candidate = _energy(z) * self.candidate_variance(log_count_R)
         variance = (items_RD.square() * z.variance).sum(-1) + candidate
         return self._scores(z, mean, variance, catalogue_mean_D)
 
     def _scores(self, z: Readout, mean: Tensor, variance: Tensor, catalogue_mean_D: Tensor) -> Scores:
-        centre = z.mean @ catalogue_mean_D
-        if mean.dim() == 2:
-            centre = centre[:, None]
-        return Scores(mean, variance, (mean - centre) * (1 + self.shrinkage() * variance).rsqrt())
+        centred = mean - _centre(z, mean, catalogue_mean_D)
+        return Scores(mean, variance, centred * (1 + self.shrinkage() * variance).rsqrt())
+
+
+def _centre(z: Readout, mean: Tensor, catalogue_mean_D: Tensor) -> Tensor:
+    """⟨z, ē⟩ of each state, in the shape that `mean`, (R,M) or (R,), subtracts."""
+    centre = z.mean @ catalogue_mean_D
+    return centre[:, None] if mean.dim() == 2 else centre
 
 
 def _energy(z: Readout) -> Tensor:

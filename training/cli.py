@@ -13,7 +13,7 @@ import typer
 
 from model import registry as registries
 from model.bundle import Bundle, BundleError, open_bundle
-from training import datasets
+from training import adding, datasets
 from training.config import ConfigError, load_config, override_config
 from training.events import DataConfig
 from training.progress import reporter
@@ -32,7 +32,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 SECONDS_FOR_THE_FIRST = 5.0
 """How long the others leave it to the first process to say what went wrong."""
 
+HOW_TO_READ = "How to read the log where it differs from training, or from the data set named, e.g. format=csv"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+CacheOption = Annotated[Path | None, typer.Option(help="Where data sets are kept; default: the user's cache folder.")]
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry's folder.")]
 
 
@@ -43,8 +45,12 @@ def fit(
         typer.Argument(metavar="[KEY=VALUE]...", help="e.g. model=hstu model.width=128 training.epochs=20"),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML configuration file.")] = None,
-    data: Annotated[Path | None, typer.Option(help="The interaction log; same as data.path=…")] = None,
-    titles: Annotated[Path | None, typer.Option(help="The items' titles; same as titles=…")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The interaction log, or the name of a data set; same as data.path=…")
+    ] = None,
+    titles: Annotated[
+        Path | None, typer.Option(help="The items' titles; same as titles=…; default: those of the data set named")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The run's folder; the bundle goes to OUT/registry.")] = Path("runs/latest"),
     resume: Annotated[bool, typer.Option(help="Go on from this configuration's checkpoint, if there is one.")] = False,
     as_json: AsJson = False,
@@ -57,6 +63,7 @@ def fit(
     with _errors_as_messages():
         named = [f"{key}={_as_yaml(path)}" for key, path in (("data.path", data), ("titles", titles)) if path]
         run_config = load_config(config, [*named, *(overrides or [])])
+        datasets.check_log(run_config.data.path)
         # torch takes seconds to import: a mistake above, and the other commands, need not wait for it.
         from training.distributed import joined
         from training.pipeline import train
@@ -69,13 +76,51 @@ def fit(
 
 
 @app.command()
+def tune(
+    recipe: Annotated[Path, typer.Option(help="YAML configuration that every trial starts from.")],
+    space: Annotated[Path, typer.Option(help="YAML file of the search space, e.g. configs/spaces/sasrec.yaml.")],
+    data: Annotated[str, typer.Option(help="The interaction log, or the name of a data set; same as data.path=…")],
+    record: Annotated[Path, typer.Option(help="Where the trials are told: a JSON file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. model.filtering=off")
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials in total, those of earlier calls included.")] = 12,
+    storage: Annotated[Path, typer.Option(help="SQLite file of the studies.")] = Path("runs/tuning.sqlite"),
+    threads: Annotated[int, typer.Option(min=1, help="Threads to train on.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Choose hyper-parameters by validation NDCG@10, with optuna: few trials, pruned, kept, resumable.
+
+    Test users are never looked at. The recipe's file is yours to change by what comes out.
+    """
+    with _errors_as_messages():
+        import torch
+
+        from training.pipeline import keep_freed_memory
+        from training.study import tuning
+
+        keep_freed_memory()
+        torch.set_num_threads(threads)
+        named = [f"data.path={json.dumps(data)}", *(overrides or [])]
+        with reporter() as progress:
+            found = tuning.tune(recipe, named, space, trials, storage, progress)
+        tuning.write_record(record, found)
+    text = "\n".join(f"{key}: {value}" for key, value in found["best"].items())
+    shown = {"best": found["best"], "best_val_ndcg@10": found["best_val_ndcg@10"], "record": str(record)}
+    _print(shown if as_json else f"validation NDCG@10 {found['best_val_ndcg@10']:.4f}\n{text}", as_json)
+
+
+@app.command()
 def evaluate(
     bundle: Annotated[Path, typer.Option(help="A bundle's folder or a registry.")],
-    data: Annotated[Path, typer.Option(help="The interaction log whose test users are ranked for.")],
+    data: Annotated[
+        Path, typer.Option(help="The interaction log whose test users are ranked for, or the name of a data set.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="How to read the log where it differs from training, e.g. format=csv"
+            metavar="[KEY=VALUE]...",
+            help=HOW_TO_READ,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -100,7 +145,10 @@ def explain(
             " item_id and, if wanted, timestamp and weight. Empty: a user before any event."
         ),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="An interaction log: its test users, or one with --user.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="An interaction log, or the name of a data set: its test users, or one with --user."),
+    ] = None,
     user: Annotated[str | None, typer.Option(help="With --data: the whole history of this one user.")] = None,
     against: Annotated[
         Path | None, typer.Option(help="With --data: a second bundle whose attention is set beside the first's.")
@@ -111,7 +159,8 @@ def explain(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="How to read the log where it differs from training, e.g. format=csv"
+            metavar="[KEY=VALUE]...",
+            help=HOW_TO_READ,
         ),
     ] = None,
     figure: Annotated[Path, typer.Option(help="Where the figure is saved: .png, .svg or .pdf.")] = Path("explain.png"),
@@ -147,8 +196,8 @@ def explain(
 
 @data_app.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(datasets.DATASETS)}")],
-    cache: Annotated[Path | None, typer.Option(help="Where to keep it; default: the user's cache folder.")] = None,
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(datasets.FETCHABLE)}")],
+    cache: CacheOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a public data set, verify its checksum, and keep it; a second call takes no network."""
@@ -156,6 +205,68 @@ def fetch(
         fetched = datasets.fetch(name, cache, lambda step: progress.stage(step.message))
     paths = {"interactions": str(fetched.interactions), "items": str(fetched.items)}
     _print(paths if as_json else "\n".join(paths.values()), as_json)
+
+
+@data_app.command()
+def add(
+    name: Annotated[str | None, typer.Argument(help="What it will be called: a-z, 0-9, '.', '_' and '-'.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="The interaction log: a file, or a folder of files of one format.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="How to read it, e.g. format=csv columns.user_id=uid"),
+    ] = None,
+    titles: Annotated[Path | None, typer.Option(help="The items' titles, a .item or CSV file; kept with it.")] = None,
+    known: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Instead of NAME and FILE: add every known data set that lies in FOLDER."),
+    ] = None,
+    replace: Annotated[bool, typer.Option(help="Let it replace another log of that name.")] = False,
+    cache: CacheOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add an interaction log to the data sets: read it whole, and keep a copy that `--data NAME` finds.
+
+    A known data set's name takes that data set's file alone, verified by its checksum. Adding the same again
+    changes nothing.
+    """
+    with _errors_as_messages():
+        if known is not None:
+            if name is not None or titles is not None:
+                raise ConfigError("--known FOLDER goes without NAME, FILE, KEY=VALUE and --titles")
+            added = adding.add_known(known, cache, replace=replace)
+            missing = datasets.listing(cache).missing
+            fields = {
+                "added": [_added_fields(one) for one in added],
+                "missing": [_missing_fields(one) for one in missing],
+            }
+            _print(fields if as_json else "\n".join([*map(_added_text, added), *map(_missing_text, missing)]), as_json)
+            return
+        if name is None or file is None:
+            raise ConfigError("data add takes NAME and FILE, or --known FOLDER")
+        if not file.exists():
+            raise DataError(f"{file} does not exist; FILE is the log, a file or a folder of files")
+        config = override_config({}, _data_overrides(file, overrides), "configuration").data
+        if config.path != file:
+            raise ConfigError("FILE says where the log lies; leave out path=…")
+        one = adding.add(name, config, titles, cache, replace=replace)
+    _print(_added_fields(one) if as_json else _added_text(one), as_json)
+
+
+@data_app.command("list")
+def list_datasets(cache: CacheOption = None, as_json: AsJson = False) -> None:
+    """The data sets that are there, and how to get the known ones that are not."""
+    with _errors_as_messages():
+        listing = datasets.listing(cache)
+    fields = {
+        "cache": str(listing.folder),
+        "present": [_found_fields(found) for found in listing.present],
+        "damaged": [{"name": name, "problem": problem} for name, problem in listing.damaged.items()],
+        "missing": [_missing_fields(known) for known in listing.missing],
+    }
+    text = [*map(_found_text, listing.present), *listing.damaged.values(), *map(_missing_text, listing.missing)]
+    _print(fields if as_json else "\n".join(text), as_json)
 
 
 @registry_app.command()
@@ -201,10 +312,21 @@ def _check_question(
 
 
 def _data_config(bundle: Bundle, data: Path, overrides: list[str] | None) -> DataConfig:
-    """How to read a log: as the bundle's was read, but for the overrides."""
-    as_trained = {"data": dict(bundle.manifest.training["config"]["data"])}
-    named = [f"data.path={_as_yaml(data)}", *(f"data.{item}" for item in overrides or [])]
-    return override_config(as_trained, named, "configuration").data
+    """How to read a log, but for the overrides: as the bundle's was read, or as the data set named says.
+
+    The data set that the bundle was trained on is read as it was then.
+    """
+    as_trained = {"data": bundle.manifest.training["config"]["data"]}
+    found = datasets.resolve(data)
+    if found is not None and found.sha256 != bundle.manifest.data.get("sha256"):
+        as_trained = {}
+    config = override_config(as_trained, _data_overrides(data, overrides), "configuration").data
+    datasets.check_log(config.path)
+    return config
+
+
+def _data_overrides(path: Path, overrides: list[str] | None) -> list[str]:
+    return [f"data.path={_as_yaml(path)}", *(f"data.{item}" for item in overrides or [])]
 
 
 def _as_yaml(path: Path) -> str:
@@ -237,6 +359,63 @@ def _print_index(index: registries.RegistryIndex, as_json: bool) -> None:
         f"{key:9} {', '.join(value) if isinstance(value, list) else value}" for key, value in fields.items()
     )
     _print(fields if as_json else text, as_json)
+
+
+def _found_fields(found: datasets.FoundDataset) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "users": found.size.users,
+        "items": found.size.items,
+        "events": found.size.events,
+        "density": found.size.density,
+        "sha256": found.sha256,
+        "path": str(found.config.path),
+        "bytes": datasets.size_bytes(found.config.path),
+        "titles": str(found.titles) if found.titles else None,
+    }
+
+
+def _added_fields(added: adding.AddedDataset) -> dict[str, Any]:
+    rejects = str(added.rejects) if added.rows_rejected else None
+    reading = {"rows_rejected": added.rows_rejected, "rejects": rejects}
+    return {**_found_fields(added.dataset), **reading, "added": added.is_new}
+
+
+def _missing_fields(known: datasets.Dataset) -> dict[str, Any]:
+    file = known.interactions
+    return {
+        "name": known.name,
+        "file": file.name,
+        "sha256": file.sha256,
+        "how": known.how_to_get,
+        "terms": known.terms,
+    }
+
+
+def _found_text(found: datasets.FoundDataset) -> str:
+    size, path = found.size, found.config.path
+    titles = f"\n  titles {found.titles}" if found.titles else ""
+    return (
+        f"{found.name}: {size.users:,} users, {size.items:,} items, {size.events:,} events,"
+        f" density {size.density:.3%}\n"
+        f"  log {path}, {datasets.size_bytes(path):,} bytes\n  sha256 {found.sha256}{titles}"
+    )
+
+
+def _added_text(added: adding.AddedDataset) -> str:
+    known = datasets.DATASETS.get(added.dataset.name)
+    lines = [_found_text(added.dataset)]
+    if known:
+        lines.append(f"  {known.terms}")
+    if added.rows_rejected:
+        lines.append(f"  {added.rows_rejected:,} bad rows, set aside whenever it is read: {added.rejects}")
+    if not added.is_new:
+        lines.append("  was there already, nothing was written")
+    return "\n".join(lines)
+
+
+def _missing_text(known: datasets.Dataset) -> str:
+    return f"{known.name} is not there: {known.how_to_get}\n  {known.terms}"
 
 
 def _figures_text(figures: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """A run's configuration: YAML with dotted overrides, strict, an unknown key answered with the nearest one."""
 
+import copy
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.config import ModelConfig
+from training import datasets
 from training.events import DataConfig
 from training.splits import SplitName
 
@@ -33,6 +35,8 @@ class OptimizerConfig(BaseModel):
     learning_rate: float = Field(default=1e-3, gt=0)
     precision_rate_multiple: float = Field(default=20.0, gt=0)
     """θ's learning rate as a multiple of the base rate: with the base rate it cannot move (measured)."""
+    autocast: bool = False
+    """Matrix products in bfloat16, faster where the processor has a unit for them; precisions stay float32."""
     weight_decay: float = Field(default=0.0, ge=0)
     loss: Literal["full", "sampled"] = "full"
     num_negatives: int = Field(default=512, ge=1)
@@ -98,6 +102,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file is missing or not a mapping, an override has no `=`, a key is unknown (names the
             nearest), or a value is not accepted.
+        DataError: `data.path` names a data set that is not whole.
     """
     return override_config({} if path is None else _read_yaml(path), overrides, str(path or "configuration"))
 
@@ -105,11 +110,30 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def override_config(document: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
     """A configuration from a document and overrides; arguments and errors as in `load_config`.
 
+    Where `data.path` is no file or folder but the name of a data set in the cache, the data set's log and titles
+    are meant, and it says how the log is read where neither document nor overrides do.
+
     Args:
-        document: nested keys and values; changed in place.
+        document: nested keys and values.
         overrides: as there.
         where: what the document is called in an error.
+
+    Raises:
+        DataError: `data.path` names a data set that is not whole.
     """
+    given = _overridden(document, overrides)
+    if found := _named_dataset(given):
+        # Once more over what the data set says: `data.columns.item_id=sku` changes one column of its own.
+        given = _overridden(_over(found, document), overrides)
+        given["data"]["path"] = str(found.config.path)
+    try:
+        return RunConfig.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{where}: {_explain(item)}" for item in error.errors())) from error
+
+
+def _overridden(document: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    document = copy.deepcopy(document)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -118,10 +142,20 @@ def override_config(document: dict[str, Any], overrides: Sequence[str], where: s
         if key == "model" and isinstance(value, str):
             key = "model.backbone"
         _set(document, key.split("."), value, override)
-    try:
-        return RunConfig.model_validate(document)
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {_explain(item)}" for item in error.errors())) from error
+    return document
+
+
+def _named_dataset(document: dict[str, Any]) -> datasets.FoundDataset | None:
+    data = document.get("data")
+    path = data.get("path") if isinstance(data, dict) else None
+    return datasets.resolve(path) if isinstance(path, str | Path) else None
+
+
+def _over(found: datasets.FoundDataset, document: dict[str, Any]) -> dict[str, Any]:
+    """A document's keys over what a data set says."""
+    reading = found.config.model_dump(mode="json", exclude_unset=True, exclude={"path"})
+    titles = {} if found.titles is None else {"titles": str(found.titles)}
+    return {**titles, **document, "data": {**reading, **(document.get("data") or {})}}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -267,7 +267,7 @@ def read_blocks(config: DataConfig, reading: Reading) -> Iterator[pl.DataFrame]:
         DataError: the source is missing, unreadable, empty, lacks a column, or has more bad rows than
             `max_bad_share` allows (the message then shows the first ten).
     """
-    format, files = _source_files(config)
+    format, files = source_files(config)
     digests: dict[Path, str] = {}
     roles: set[str] = set()
     with _Rejects() as rejects:
@@ -285,7 +285,7 @@ def read_blocks(config: DataConfig, reading: Reading) -> Iterator[pl.DataFrame]:
                 reading.blank_lines += block.blank_lines
                 yield good
             digests[file] = source.digest.hexdigest()
-        reading.sha256 = _source_sha256(config.path, digests)
+        reading.sha256 = source_sha256(config.path, digests)
         reading.rows_rejected = rejects.count
         reading.has_timestamps = "timestamp" in roles
         rejects.set_aside(config, reading.rows_read)
@@ -310,7 +310,12 @@ class _Source(NamedTuple):
     """`hashlib` object, complete once `blocks` is read to its end."""
 
 
-def _source_files(config: DataConfig) -> tuple[Format, list[Path]]:
+def source_files(config: DataConfig) -> tuple[Format, list[Path]]:
+    """The files of a log in the order they are read, and their format.
+
+    Raises:
+        DataError: the source is missing, or holds what is no event file.
+    """
     path = config.path
     if path.is_file():
         files = [path]
@@ -376,7 +381,8 @@ def _resolve_columns(config: DataConfig, header: list[str], file: Path) -> dict[
     return columns
 
 
-def _source_sha256(path: Path, digests: Mapping[Path, str]) -> str:
+def source_sha256(path: Path, digests: Mapping[Path, str]) -> str:
+    """`EventLog.sha256` from the digests of the files, given in reading order."""
     if path.is_file():
         return digests[path]
     listing = "".join(f"{digest}  {file.name}\n" for file, digest in digests.items())

@@ -187,7 +187,8 @@ def accumulate_gradients(
         generator.set_state(before)
         torch.manual_seed(_dropout_seed(config.seed, *moment, number))
         with nullcontext() if number == last else world.gradients_kept(batch_loss):
-            part_loss = batch_loss(part, generator) * weight
+            with torch.autocast(world.device.type, torch.bfloat16, enabled=config.autocast):
+                part_loss = batch_loss(part, generator) * weight
             # The processes' gradients are averaged, where a sum is wanted.
             (part_loss * world.size).backward()
         loss += part_loss.item()
@@ -240,7 +241,7 @@ def _optimizer(model: Backbone, config: OptimizerConfig) -> torch.optim.Optimize
     groups: list[dict[str, Any]] = [{"params": others, "weight_decay": config.weight_decay}]
     if precision:
         groups.append({"params": precision, "lr": config.learning_rate * config.precision_rate_multiple})
-    return torch.optim.Adam(groups, lr=config.learning_rate)
+    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True)
 
 
 def _finished(state: TrainState, config: OptimizerConfig) -> bool:

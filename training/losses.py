@@ -14,7 +14,11 @@ from model.config import FIRST_ITEM
 from model.filtering import Gaussian
 
 CHUNK_ROWS = 64
-"""Rows scored at a time by the full loss, so that the (rows,N) matrices stay small and in cache."""
+"""Rows scored at a time by the full loss: the (rows,N) matrices stay small and in cache."""
+HALF_CHUNK_ROWS = 512
+"""The same in bfloat16: a product of few rows wastes the matrix unit."""
+LEAST_PROBABILITY = 1e-38
+"""A target's probability counts as no less: its logarithm stays finite. The gradient does not know of it."""
 
 
 def full_cross_entropy(model: Backbone, state: Gaussian, targets_R: Tensor) -> Tensor:
@@ -51,6 +55,9 @@ class OnePassCrossEntropy(torch.autograd.Function):
 
         logit = x/√y      x = ⟨left, right⟩      y = ⟨spread_left, spread_right⟩ > 0, or 1 without the two
         G = softmax(logit) − onehot(target)      ∂x = G/√y      ∂y = −½·G·logit/y
+
+    The one-hot part of G never enters a matrix: it is taken from the targets' rows alone. Under autocast x, the softmax
+    and the gradients' products are bfloat16, y is not, and sums over chunks are not.
     """
 
     @staticmethod
@@ -63,38 +70,42 @@ class OnePassCrossEntropy(torch.autograd.Function):
         target_rows_R: Tensor,
     ) -> Tensor:
         """The sum, a scalar; targets are rows of `right_ND`."""
-        total = left_RD.new_zeros(())
-        left_grads, spread_left_grads = [], []
-        right_grad, right_DN = torch.zeros_like(right_ND), right_ND.T.contiguous()
-        if spread_right_NE is not None:
-            spread_right_grad, spread_right_EN = torch.zeros_like(spread_right_NE), spread_right_NE.T.contiguous()
-        # Written again in every chunk: fresh memory would cost more than what is computed in it.
-        num_buffers = 2 if spread_left_RE is None else 3
-        buffers = left_RD.new_empty(num_buffers, min(CHUNK_ROWS, len(left_RD)), len(right_ND))
-        for begin in range(0, max(1, len(left_RD)), CHUNK_ROWS):
-            rows = slice(begin, begin + CHUNK_ROWS)
-            left, target_rows = left_RD[rows], target_rows_R[rows, None]
-            logit, logit_grad, *others = buffers[:, : len(left)]
-            torch.mm(left, right_DN, out=logit)
-            if spread_left_RE is not None:
-                (root,) = others
-                torch.mm(spread_left_RE[rows], spread_right_EN, out=root).sqrt_()
-                logit.div_(root)
-            torch.softmax(logit, 1, out=logit_grad)
-            # log Σ exp(logit), from the largest: softmax has the exponentials already.
-            partition = logit.amax(1) - logit_grad.amax(1).log()
-            total += partition.sum() - logit.gather(1, target_rows).sum()
-            logit_grad.scatter_add_(1, target_rows, logit_grad.new_full(target_rows.shape, -1.0))
-            if spread_left_RE is not None:
-                logit_grad.div_(root)
-                spread_grad = logit.mul_(logit_grad).div_(root)
-                spread_left_grads.append(spread_grad @ spread_right_NE)
-                spread_right_grad.addmm_(spread_grad.T, spread_left_RE[rows])
-            left_grads.append(logit_grad @ right_ND)
-            right_grad.addmm_(logit_grad.T, left)
-        grads = [torch.cat(left_grads), right_grad]
-        if spread_left_RE is not None:
-            grads += [torch.cat(spread_left_grads).mul_(-0.5), spread_right_grad.mul_(-0.5)]
+        device = left_RD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left_RD.dtype
+        chunk_rows = CHUNK_ROWS if dtype == left_RD.dtype else HALF_CHUNK_ROWS
+        with torch.autocast(device, enabled=False):
+            x_side = _Side(left_RD, right_ND, dtype)
+            y_side = None
+            if spread_left_RE is not None and spread_right_NE is not None:
+                y_side = _Side(spread_left_RE, spread_right_NE, dtype)
+                spread_right_EN = spread_right_NE.T.contiguous()
+                wide = left_RD.new_empty(min(chunk_rows, len(left_RD)), len(right_ND))
+            right_DN = x_side.right.T.contiguous()
+            total = left_RD.new_zeros(())
+            # Written again in every chunk: fresh memory would cost more than what is computed in it.
+            shape = min(chunk_rows, len(left_RD)), len(right_ND)
+            buffers = left_RD.new_empty((2 if y_side is None else 3, *shape), dtype=dtype)
+            for begin in range(0, len(left_RD), chunk_rows):
+                rows = slice(begin, begin + chunk_rows)
+                targets = target_rows_R[rows, None]
+                logit, weight, *others = buffers[:, : len(targets)]
+                torch.mm(x_side.left[rows], right_DN, out=logit)
+                one = torch.ones_like(targets, dtype=left_RD.dtype)
+                if y_side is not None:
+                    y = torch.mm(y_side.exact_left[rows], spread_right_EN, out=wide[: len(targets)])
+                    root = others[0].copy_(y.rsqrt_())
+                    logit.mul_(root)
+                    one = root.gather(1, targets).to(left_RD.dtype)
+                    spread_one = logit.gather(1, targets) * one.square()
+                torch.softmax(logit, 1, out=weight)
+                total -= weight.gather(1, targets).to(left_RD.dtype).clamp_min(LEAST_PROBABILITY).log().sum()
+                if y_side is not None:
+                    weight.mul_(root)
+                    y_side.add(rows, logit.mul_(weight).mul_(root), spread_one, targets[:, 0])
+                x_side.add(rows, weight, one, targets[:, 0])
+            grads = [x_side.left_grad, x_side.right_grad]
+            if y_side is not None:
+                grads += [y_side.left_grad.mul_(-0.5), y_side.right_grad.mul_(-0.5)]
         ctx.save_for_backward(*grads)
         return total
 
@@ -104,6 +115,25 @@ class OnePassCrossEntropy(torch.autograd.Function):
         """The gradients found in forward, scaled."""
         grads = [total_grad * grad for grad in ctx.saved_tensors]
         return (*grads, *[None] * (5 - len(grads)))
+
+
+class _Side:
+    """The factors of a product ⟨left, right⟩ (R,N), in the type they are multiplied in, and their gradients so far."""
+
+    def __init__(self, left_RE: Tensor, right_NE: Tensor, dtype: torch.dtype) -> None:
+        self.left, self.right = left_RE.to(dtype), right_NE.to(dtype)
+        self.exact_left, self.exact_right = left_RE, right_NE
+        self.left_grad, self.right_grad = torch.empty_like(left_RE), torch.zeros_like(right_NE)
+
+    def add(self, rows: slice, weight_RN: Tensor, target_weight_R1: Tensor, targets_R: Tensor) -> None:
+        """The gradients under ∂⟨left, right⟩ = weight, less target_weight at each row's target."""
+        self.left_grad[rows] = weight_RN @ self.right
+        self.left_grad[rows] -= target_weight_R1 * self.exact_right[targets_R]
+        if self.left.dtype == self.right_grad.dtype:
+            self.right_grad.addmm_(weight_RN.T, self.left[rows])
+        else:
+            self.right_grad += weight_RN.T @ self.left[rows]
+        self.right_grad.index_add_(0, targets_R, target_weight_R1 * self.exact_left[rows], alpha=-1)
 
 
 def sampled_softmax(

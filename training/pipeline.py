@@ -107,7 +107,7 @@ def train(
 
     torch.manual_seed(config.training.seed)
     model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
-    checkpoint = out / f"checkpoint-{_fingerprint(config, prepared.log)}.pt"
+    checkpoint = out / f"checkpoint-{fingerprint(config, prepared.log)}.pt"
     if not resume and world.is_first:
         checkpoint.unlink(missing_ok=True)
     on_step, on_epoch = report.step, report.epoch
@@ -302,7 +302,7 @@ def _record(
         "name": config.model_name,
         "config": config.model_dump(mode="json", exclude=PATHS),
         "command": [Path(command[0]).name, *command[1:]],
-        "commit": _commit(),
+        "commit": commit(),
         "data": {"source": config.data.path.name, **prepared.log.summary(), **prepared.split.summary()},
         "event": prepared.event,
         "best_epoch": state.best_epoch,
@@ -310,9 +310,8 @@ def _record(
         "processes": world.size,
         "device": world.device.type,
         "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "versions": {"python": platform.python_version()}
-        | {library: importlib.metadata.version(library) for library in LIBRARIES},
+        "cpu": cpu_model(),
+        "versions": versions(),
         "curve": state.curve,
         "test": figures,
     }
@@ -329,14 +328,28 @@ def _describe(prepared: Prepared) -> str:
     )
 
 
-def _fingerprint(config: RunConfig, log: LogFacts) -> str:
+def versions() -> dict[str, str]:
+    """Of Python and the libraries that a figure depends on."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def fingerprint(config: RunConfig, log: LogFacts) -> str:
     """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
     when_to_stop: dict[str, Any] = {"training": {"epochs", "max_seconds", "patience"}}
     text = config.model_dump_json(exclude=PATHS | when_to_stop) + log.sha256
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The project's commit, marked when the tree is not clean; None outside a checkout."""
     here = Path(__file__).parent
     if not (here.parent / ".git").exists():

@@ -1,5 +1,6 @@
 """`bft-train`, the real command: what it prints, what it leaves on disk, and how it fails."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -104,7 +105,11 @@ def test_bad_rows_are_set_aside_in_the_runs_folder(trained: TrainedRun) -> None:
 
 
 @pytest.mark.parametrize("name", ["log #1.csv", "2024", "a: b.csv", "[x].csv", "null", "ein ñ 😀.csv"])
-def test_a_path_is_taken_as_it_stands(name: str, monkeypatch: pytest.MonkeyPatch, trained: TrainedRun) -> None:
+def test_a_path_is_taken_as_it_stands(
+    name: str, monkeypatch: pytest.MonkeyPatch, trained: TrainedRun, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).touch()
     configs: list[RunConfig] = []
 
     def remember(config: RunConfig, *_: object) -> TrainedModel:
@@ -177,6 +182,130 @@ def test_items_that_the_bundle_does_not_know_are_read_but_are_no_targets(trained
     assert figures["hr@20"] == trained.figures["hr@20"]
 
 
+# Data sets by name
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return tmp_path / "xdg" / "bft"
+
+
+CLICKS = "uid,item_id,ts\nada,x,1\nada,y,2\nbob,x,1\nbob,y,later\n"
+
+
+def add_clicks(tmp_path: Path, *options: str | Path) -> Result:
+    log, titles = tmp_path / "clicks.csv", tmp_path / "titles.csv"
+    log.write_text(CLICKS)
+    titles.write_text("item_id,title\nx,The X\n")
+    how = ["columns.user_id=uid", "columns.timestamp=ts", "max_bad_share=0.5"]
+    return invoke("data", "add", "clicks", log, *how, "--titles", titles, *options)
+
+
+def test_adding_a_log_prints_what_it_holds_and_where_it_lies(tmp_path: Path, cache: Path) -> None:
+    result = add_clicks(tmp_path, "--json")
+
+    assert result.exit_code == 0, result.output
+    fields = json.loads(result.stdout)
+    assert Path(fields.pop("path")).read_text() == CLICKS
+    assert Path(fields.pop("titles")).is_relative_to(cache)
+    assert fields == {
+        "name": "clicks",
+        "users": 2,
+        "items": 2,
+        "events": 3,
+        "density": 0.75,
+        "sha256": hashlib.sha256(CLICKS.encode()).hexdigest(),
+        "bytes": len(CLICKS),
+        "rows_rejected": 1,
+        "rejects": str(tmp_path / "clicks.csv.rejects.jsonl"),
+        "added": True,
+    }
+    again = add_clicks(tmp_path).stdout
+    assert "clicks: 2 users, 2 items, 3 events, density 75.000%" in again
+    assert "was there already, nothing was written" in again
+
+
+def test_the_list_has_what_is_there_and_how_to_get_what_is_not(tmp_path: Path, cache: Path) -> None:
+    add_clicks(tmp_path)
+
+    fields = json.loads(invoke("data", "list", "--json").stdout)
+    text = invoke("data", "list").stdout
+
+    assert [(one["name"], one["events"]) for one in fields["present"]] == [("clicks", 3)]
+    how = {one["name"]: one["how"] for one in fields["missing"]}
+    assert set(how) == {"beauty", "sports", "toys", "instruments", "lastfm", "ml-100k"}
+    assert "data add beauty FILE" in how["beauty"]
+    assert "data fetch ml-100k" in how["ml-100k"]
+    assert "clicks: 2 users" in text
+    assert "toys is not there: run `bft-train data add toys FILE`" in text
+
+
+def test_the_list_of_another_cache_is_its_own(tmp_path: Path, cache: Path) -> None:
+    add_clicks(tmp_path, "--cache", tmp_path / "other")
+
+    present = {
+        where: json.loads(invoke("data", "list", "--json", "--cache", where).stdout)["present"]
+        for where in (tmp_path / "other", cache)
+    }
+    assert [one["name"] for one in present[tmp_path / "other"]] == ["clicks"]
+    assert present[cache] == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_fit_takes_log_reading_and_titles_from_a_name(
+    monkeypatch: pytest.MonkeyPatch, trained: TrainedRun, tmp_path: Path
+) -> None:
+    path = json.loads(add_clicks(tmp_path, "--json").stdout)["path"]
+    configs: list[RunConfig] = []
+
+    def remember(config: RunConfig, *_: object) -> TrainedModel:
+        configs.append(config)
+        return TrainedModel(Path("b"), {"test": trained.figures})
+
+    monkeypatch.setattr("training.pipeline.train", remember)
+
+    for options in ([], ["--titles", "mine.csv", "data.max_bad_share=0.25"]):
+        result = invoke("fit", "--data", "clicks", *options, "--json")
+        assert result.exit_code == 0, result.output
+
+    assert [str(config.data.path) for config in configs] == [path, path]
+    assert [config.data.columns.user_id for config in configs] == ["uid", "uid"]
+    assert [config.data.max_bad_share for config in configs] == [0.5, 0.25]
+    assert [config.titles.name for config in configs] == ["clicks.titles.csv", "mine.csv"]
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_named_data_set_is_read_as_it_says_and_not_as_the_bundles_log_was(
+    trained: TrainedRun, tmp_path: Path
+) -> None:
+    lines = [line.split(",") for line in trained.log.read_text().splitlines()[1:]]
+    other = tmp_path / "other.csv"
+    other.write_text("user_id,product,timestamp\n" + "".join(f"{u},{i},{t}\n" for u, i, t, _ in lines))
+    invoke("data", "add", "other", other, "columns.item_id=product")
+
+    result = invoke("evaluate", "--bundle", trained.registry, "--data", "other", "--json")
+
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["users"] == 200
+    refused = failed(invoke("evaluate", "--bundle", trained.registry, "--data", "other", "columns.item_id=what"))
+    assert "no column 'what' for item_id" in refused
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_data_set_that_a_bundle_was_trained_on_is_read_as_in_training(trained: TrainedRun, tmp_path: Path) -> None:
+    columns = ["columns.user_id=who", "columns.item_id=what", "columns.timestamp=when"]
+    added = invoke("data", "add", "log", trained.log, *columns, "max_bad_share=1", f"rejects={tmp_path / 'r.jsonl'}")
+    assert added.exit_code == 0, added.output
+
+    result = invoke("evaluate", "--bundle", trained.registry, "--data", "log", "--json")
+
+    # Its weights, too, of which the data set knows nothing.
+    assert json.loads(result.stdout)["users"] == trained.figures["users"]
+    assert json.loads(result.stdout)["ndcg@10"] == pytest.approx(trained.figures["ndcg@10"], abs=1e-6)
+
+
 # Errors
 
 
@@ -209,12 +338,24 @@ def failed(result: Result) -> str:
         (["registry", "rollback", "--registry", "{tmp}"], "no earlier bundle"),
         (["registry", "rollback", "--registry", "{registry}"], "no earlier bundle"),
         (["data", "fetch", "ml-100"], "nearest: 'ml-100k'"),
+        (["data", "fetch", "toys"], "toys cannot be fetched: run `bft-train data add toys FILE`"),
+        (["fit", "--data", "beuty"], "beuty does not exist; no data set is called 'beuty'; nearest: 'beauty'"),
+        (["fit", "data.path=beauty"], "beauty does not exist; the data set beauty is not in the cache: run"),
+        (["evaluate", "--bundle", "{registry}", "--data", "tois"], "nearest: 'toys'"),
+        (["explain", "--bundle", "{registry}", "--data", "tois"], "nearest: 'toys'"),
+        (["data", "add"], "takes NAME and FILE, or --known FOLDER"),
+        (["data", "add", "x", "toys"], "toys does not exist; FILE is the log"),
+        (["data", "add", "x", "{log}", "path=y.csv"], "leave out path"),
+        (["data", "add", "X", "{strange}", "columns.user_id=who", "columns.item_id=what"], "'X' cannot name"),
+        (["data", "add", "x", "--known", "{tmp}"], "goes without NAME"),
+        (["data", "add", "--known", "{tmp}"], "looked for: Beauty.txt, "),
     ],
 )  # fmt: skip
 def test_what_a_user_can_mend_is_a_message_and_status_2(
     arguments: list[str], message: str, trained: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     strange = tmp_path / "strange.csv"
     strange.write_text("who,what,when,stars\n" + "".join(f"a,x{row},{row},5\n" for row in range(5)))
     places = {

