@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -305,9 +306,13 @@ SAMPLED_STAYS_ON_THE_CPU = pytest.mark.xfail(
 @pytest.mark.parametrize("loss", ["full", pytest.param("sampled", marks=SAMPLED_STAYS_ON_THE_CPU)])
 @pytest.mark.parametrize("backbone", ["sasrec", "hstu", "bert4rec"])
 @FILTERING
-def test_a_step_touches_no_tensor_on_another_device(backbone: str, filtering: bool, loss: str) -> None:
-    # Tensors on `meta` have no values; like those on a GPU they refuse to meet the CPU's.
+def test_a_step_touches_no_tensor_on_another_device(
+    backbone: str, filtering: bool, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tensors on `meta` have no values; like those on a GPU they refuse to meet the CPU's. It knows no autocast.
     device = torch.device("meta")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     split = walks_split(num_users=10)
     changes = {"backbone": backbone, "filtering": filtering, "dropout": 0.1, "attention_dropout": 0.1}
     model = fresh_model(split, NUM_ITEMS, SMALL.model_copy(update=changes))
