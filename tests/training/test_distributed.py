@@ -136,6 +136,8 @@ def test_an_error_in_several_processes_is_told_once(
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports parts that torch has deprecated
 @pytest.mark.parametrize("filtering", [True, False], ids=["filtering", "plain"])
 def test_a_compiled_step_has_the_loss_of_a_plain_one(filtering: bool) -> None:
     split = leave_one_out(successor_walks(32, NUM_ITEMS, length=10))
