@@ -4,7 +4,7 @@ W windows · B rows of a batch · T positions (BOS first) · R real target posit
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.config import BOS, FIRST_ITEM, MASK, PAD, UNK, window_start
-from training.splits import Histories
+from training.splits import Histories, TrainingHistories
 
 POOL_BATCHES = 32
 """Batches are cut from pools of this many, each sorted by length: little padding, still random."""
@@ -52,6 +52,24 @@ class Batch:
     positions: Tensor
     targets: Tensor
 
+    def part(self, number: int, parts: int) -> "Batch":
+        """Every `parts`-th row, from `number` on. Rows come sorted by length, so that the parts are alike."""
+        rows = slice(number, None, parts)
+        row, column = self.positions // self.items.shape[1], self.positions % self.items.shape[1]
+        mine = row % parts == number
+        return Batch(
+            items=self.items[rows],
+            weights=self.weights[rows],
+            timestamps=self.timestamps[rows],
+            last=self.last[rows],
+            positions=((row // parts) * self.items.shape[1] + column)[mine],
+            targets=self.targets[mine],
+        )
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
 
 def training_windows(histories: Histories, max_len: int) -> Windows:
     """Every window that the rule visits: each event is a target once, in the context it is served in.
@@ -69,6 +87,40 @@ def training_windows(histories: Histories, max_len: int) -> Windows:
             last_target = min(max_len, num_events - 1 - offset)
             rows.append((begin + offset, last_target, first_target, last_target - first_target + 1))
     return Windows(*events, *torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).unbind(1))
+
+
+class TrainingWindows:
+    """The windows of all training histories, those of one piece in memory at a time.
+
+    Args:
+        train: the histories. Each piece is read once at the start, to count its windows.
+        max_len: L, in events.
+    """
+
+    def __init__(self, train: TrainingHistories, max_len: int) -> None:
+        self._train, self._max_len = train, max_len
+        self._piece, self._windows = 0, training_windows(train.piece(0), max_len)
+        self._sizes = [len(self._of_piece(number)) for number in range(train.num_pieces)]
+
+    def num_batches(self, batch_size: int) -> int:
+        """Batches of an epoch; none mixes pieces."""
+        return sum(-(-size // batch_size) for size in self._sizes)
+
+    def epoch(self, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Windows, Tensor]]:
+        """Every window once: the pieces in random order, the windows of each shuffled.
+
+        Yields:
+            windows, and which of them (B,) are the batch.
+        """
+        for number in torch.randperm(len(self._sizes), generator=generator).tolist():
+            windows = self._of_piece(number)
+            for rows in shuffled_batches(windows, batch_size, generator):
+                yield windows, rows
+
+    def _of_piece(self, number: int) -> Windows:
+        if number != self._piece:
+            self._piece, self._windows = number, training_windows(self._train.piece(number), self._max_len)
+        return self._windows
 
 
 def serving_windows(histories: Histories, max_len: int) -> Windows:

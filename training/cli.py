@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ app.add_typer(registry_app, name="registry")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 STUDY_RECORDS, STUDY_REPORT, QUICK_STUDY = Path("benchmarks/results"), Path("docs/study"), Path("runs/quick")
+SECONDS_FOR_THE_FIRST = 5.0
+"""How long the others leave it to the first process to say what went wrong."""
 
 HOW_TO_READ = "How to read the log where it differs from training, or from the data set named, e.g. format=csv"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -56,19 +59,22 @@ def fit(
 ) -> None:
     """Train a model, calibrate it, judge it on test users, and publish the bundle.
 
-    Ends with the test figures. Nothing is published unless everything went well.
+    Ends with the test figures. Nothing is published unless everything went well. `torchrun --nproc-per-node 2 -m
+    training.cli fit …` trains in two processes, each with half of every batch.
     """
     with _errors_as_messages():
         named = [f"{key}={_as_yaml(path)}" for key, path in (("data.path", data), ("titles", titles)) if path]
         run_config = load_config(config, [*named, *(overrides or [])])
         datasets.check_log(run_config.data.path)
         # torch takes seconds to import: a mistake above, and the other commands, need not wait for it.
+        from training.distributed import joined
         from training.pipeline import train
 
-        with reporter() as progress:
-            trained = train(run_config, out, progress, sys.argv, resume)
+        with joined(run_config.training.device) as world, reporter(silent=not world.is_first) as progress:
+            trained = train(run_config, out, progress, sys.argv, resume, world)
     figures = trained.record["test"]
-    _print({"bundle": str(trained.bundle), **figures} if as_json else _figures_text(figures), as_json)
+    if world.is_first:
+        _print({"bundle": str(trained.bundle), **figures} if as_json else _figures_text(figures), as_json)
 
 
 @app.command()
@@ -440,7 +446,12 @@ def _errors_as_messages() -> Iterator[None]:
     """What a user can mend is a message and exit status 2, never a traceback."""
     try:
         yield
-    except (BundleError, ConfigError, DataError, OSError) as error:
+    except Exception as error:
+        if os.environ.get("RANK", "0") != "0":
+            # The first of torchrun's processes has the same to say, or is the cause; torchrun then ends this one.
+            time.sleep(SECONDS_FOR_THE_FIRST)
+        if not isinstance(error, BundleError | ConfigError | DataError | OSError):
+            raise
         typer.echo(f"bft-train: {error}", err=True)
         raise typer.Exit(2) from None
 

@@ -27,6 +27,8 @@ class OptimizerConfig(BaseModel):
 
     seed: int = 0
     epochs: int = Field(default=60, ge=1)
+    epoch_steps: int | None = Field(default=None, ge=1)
+    """An epoch ends after so many batches; None: when every window was seen. For logs too long to wait for that."""
     max_seconds: float | None = Field(default=None, gt=0)
     """No further epoch is begun after this many seconds of training."""
     batch_size: int = Field(default=128, ge=1)
@@ -48,6 +50,13 @@ class OptimizerConfig(BaseModel):
     clip_norm: float = Field(default=5.0, gt=0)
     patience: int = Field(default=8, ge=1)
     """Epochs without a better validation NDCG@10 before training stops."""
+    micro_batches: int | None = Field(default=None, ge=1)
+    """A batch is worked in so many parts whose gradients add up; None: one for each process. A run with the same
+    number gives the same figures in any number of processes that divides it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU where there is one."""
+    compile: bool = False
+    """Whether torch.compile makes the encoder's training step; takes a C++ compiler and, at first, a minute or more."""
 
 
 class RunConfig(BaseModel):

@@ -17,6 +17,7 @@ from model.bundle import Bundle, Calibration, Event, confidence_features
 from model.config import FIRST_ITEM
 from training import metrics
 from training.batches import collate, serving_windows
+from training.distributed import ALONE, World
 from training.splits import Histories, Targets
 
 CHUNK_USERS = 256
@@ -68,25 +69,27 @@ class Predictions:
 
 @torch.no_grad()
 def score_users(
-    model: Backbone, histories: Histories, event: Event, seen: Histories | None = None
+    model: Backbone, histories: Histories, event: Event, world: World = ALONE, seen: Histories | None = None
 ) -> Iterator[ScoredUsers]:
-    """Score the whole catalogue for every user, a chunk of users of similar length at a time.
+    """Score the whole catalogue for this process's users, a chunk of users of similar length at a time.
 
     Args:
         model: is put into eval mode.
         histories: what the model reads.
         event: what a score is of.
+        world: the processes that share the users.
         seen: the same users' events that `next_new_item` rules out; None: those that the model reads.
     """
     ruled_out = histories if seen is None else seen
     model.eval()
     windows = serving_windows(histories, model.config.max_len)
-    for users in windows.num_inputs.argsort(stable=True).split(CHUNK_USERS):
-        batch = collate(windows, users)
+    for users in world.share(windows.num_inputs.argsort(stable=True).split(CHUNK_USERS)):
+        batch = collate(windows, users).to(model.log_count.device)
         final = model.final_state(batch.items, batch.weights, batch.timestamps)
         scores = model.score(final)
-        _rule_out_seen(scores.logit, ruled_out, users, event)
-        yield ScoredUsers(users.numpy(), scores.logit, scores.variance, final.precision.mean(-1).numpy())
+        logit, variance, precision = (tensor.cpu() for tensor in (scores.logit, scores.variance, final.precision))
+        _rule_out_seen(logit, ruled_out, users, event)
+        yield ScoredUsers(users.numpy(), logit, variance, precision.mean(-1).numpy())
 
 
 def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[ScoredUsers]:
@@ -140,15 +143,21 @@ def seen_rows(histories: Histories, user: int) -> np.ndarray:
     return items[items >= FIRST_ITEM] - FIRST_ITEM
 
 
-def ranks(scored_users: Iterable[ScoredUsers], targets: Targets) -> np.ndarray:
-    """Rank of each user's target, (U,)."""
+def ranks(scored_users: Iterable[ScoredUsers], targets: Targets, world: World = ALONE) -> np.ndarray:
+    """Rank of each user's target, (U,); of all users, where the processes scored a share each."""
+    mine = [
+        (scored.users, metrics.target_ranks(scored.logit.numpy(), targets.target[scored.users] - FIRST_ITEM))
+        for scored in scored_users
+    ]
     result = np.empty(len(targets))
-    for scored in scored_users:
-        result[scored.users] = metrics.target_ranks(scored.logit.numpy(), targets.target[scored.users] - FIRST_ITEM)
+    for users, ranks_of_chunk in world.gathered(mine):
+        result[users] = ranks_of_chunk
     return result
 
 
-def predict(scored_users: Iterable[ScoredUsers], targets: Targets, temperature: float, k: int) -> Predictions:
+def predict(
+    scored_users: Iterable[ScoredUsers], targets: Targets, temperature: float, k: int, world: World = ALONE
+) -> Predictions:
     """Everything evaluation and calibration need, with lists of k items.
 
     Args:
@@ -156,11 +165,13 @@ def predict(scored_users: Iterable[ScoredUsers], targets: Targets, temperature: 
         targets: whose targets to look for.
         temperature: T of the raw probabilities softmax(logit/T).
         k: list length, cut to the catalogue's size.
+        world: the processes that scored a share of the users each.
     """
-    parts = [
+    mine = [
         (scored.users, _predict_chunk(scored, targets, temperature, min(k, scored.logit.shape[1])))
         for scored in scored_users
     ]
+    parts = world.gathered(mine)
     users = np.concatenate([chunk for chunk, _ in parts])
     order = np.argsort(users)
     columns = {name: np.concatenate([part[name] for _, part in parts])[order] for name in parts[0][1]}

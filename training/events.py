@@ -12,10 +12,11 @@ is UTC.
 import difflib
 import hashlib
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import polars as pl
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -38,6 +39,8 @@ from training.tables import (
 MAX_ID_BYTES = 256
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Smallest and largest weight besides 0: a weight multiplies a float32 precision."""
+PARQUET_BLOCK_ROWS = 2**20
+"""Rows of a Parquet file read at a time."""
 MAX_TIMESTAMP_S = 253_402_300_800
 """First second of the year 10000. It catches milliseconds and finer units given as seconds."""
 
@@ -126,6 +129,10 @@ class DataConfig(BaseModel):
     """Largest share of bad rows with which a run goes on."""
     rejects: Annotated[Path | None, Field(strict=False)] = None
     """JSON lines file for the bad rows; None: `<path>.rejects.jsonl`, beside the source."""
+    streaming: bool = False
+    """Whether the log is sorted into shards on the disk and read from them, in bounded memory whatever its size."""
+    max_evaluated_users: int = Field(default=20_000, ge=1)
+    """Of a streamed log: users to validate with, and as many to test on, chosen by a hash of the id."""
 
     @model_validator(mode="after")
     def _one_source_of_weights(self) -> "DataConfig":
@@ -147,6 +154,41 @@ class DataConfig(BaseModel):
         return self.rejects or source.with_name(source.name + ".rejects.jsonl")
 
 
+@dataclass(frozen=True)
+class LogFacts:
+    """What is known of a log, for a manifest or report; every value fits into JSON."""
+
+    rows_read: int
+    rows_kept: int
+    rows_rejected: int
+    blank_lines: int
+    users: int
+    items: int
+    has_timestamps: bool
+    tied_events_share: float | None
+    """Share of events with the timestamp of their user's previous event: their order is the input's. None where
+    there are no timestamps."""
+    tied_last_two_users_share: float | None
+    """Share of users whose last two events have the same timestamp."""
+    sha256: str
+
+    def summary(self) -> dict[str, int | float | bool | str | None]:
+        """The facts by name."""
+        return asdict(self)
+
+
+@dataclass
+class Reading:
+    """What is known about the reading of a log, complete when its last block was read."""
+
+    sha256: str = ""
+    """Of the source's bytes; for a folder, of what `sha256sum` prints for its files, in name order."""
+    rows_read: int = 0
+    rows_rejected: int = 0
+    blank_lines: int = 0
+    has_timestamps: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class EventLog:
     """Every usable event of a log, each user's in time order, and what is known about the reading."""
@@ -155,7 +197,7 @@ class EventLog:
     """`user_id`, `item_id` (String), `timestamp` (Float64, seconds; NaN where the source has none), `weight`
     (Float32, 0 = seen but not part of the history); sorted by (user_id, timestamp, input order)."""
     sha256: str
-    """Of the source's bytes; for a folder, of what `sha256sum` prints for its files, in name order."""
+    """As in `Reading`, the rest too."""
     rows_read: int
     rows_rejected: int
     blank_lines: int
@@ -166,82 +208,89 @@ class EventLog:
         return len(self.events)
 
     def tie_shares(self) -> tuple[float, float] | None:
-        """How much of the order comes from input order alone.
-
-        Returns:
-            Share of events with the timestamp of their user's previous event, and share of users whose last
-            two events have the same timestamp; None where there are no timestamps.
-        """
+        """How much of the order comes from input order alone: the two shares of `LogFacts`, or None."""
         if not self.has_timestamps:
             return None
-        same_user = pl.col("user_id") == pl.col("user_id").shift(1)
-        flags = self.events.select(
-            tied=(same_user & (pl.col("timestamp") == pl.col("timestamp").shift(1))).fill_null(False),
-            is_last=(pl.col("user_id") != pl.col("user_id").shift(-1)).fill_null(True),
+        tied, tied_last = tie_counts(self.events)
+        return tied / len(self.events), tied_last / self.events["user_id"].n_unique()
+
+    def facts(self) -> LogFacts:
+        """What is known of the log, without its events."""
+        ties = self.tie_shares()
+        return LogFacts(
+            rows_read=self.rows_read,
+            rows_kept=self.rows_kept,
+            rows_rejected=self.rows_rejected,
+            blank_lines=self.blank_lines,
+            users=self.events["user_id"].n_unique(),
+            items=self.events["item_id"].n_unique(),
+            has_timestamps=self.has_timestamps,
+            tied_events_share=ties[0] if ties else None,
+            tied_last_two_users_share=ties[1] if ties else None,
+            sha256=self.sha256,
         )
-        tied, is_last = flags["tied"].to_numpy(), flags["is_last"].to_numpy()
-        return float(tied.mean()), float(tied[is_last].mean())
 
     def summary(self) -> dict[str, int | float | bool | str | None]:
-        """Facts about the log for a manifest or report; every value fits into JSON."""
-        ties = self.tie_shares()
-        return {
-            "rows_read": self.rows_read,
-            "rows_kept": self.rows_kept,
-            "rows_rejected": self.rows_rejected,
-            "blank_lines": self.blank_lines,
-            "users": self.events["user_id"].n_unique(),
-            "items": self.events["item_id"].n_unique(),
-            "has_timestamps": self.has_timestamps,
-            "tied_events_share": ties[0] if ties else None,
-            "tied_last_two_users_share": ties[1] if ties else None,
-            "sha256": self.sha256,
-        }
+        """The facts by name."""
+        return self.facts().summary()
+
+
+def tie_counts(events: pl.DataFrame) -> tuple[int, int]:
+    """How many sorted events have the timestamp of their user's previous event; how many of them are a user's last."""
+    same_user = pl.col("user_id") == pl.col("user_id").shift(1)
+    flags = events.select(
+        tied=(same_user & (pl.col("timestamp") == pl.col("timestamp").shift(1))).fill_null(False),
+        is_last=(pl.col("user_id") != pl.col("user_id").shift(-1)).fill_null(True),
+    )
+    return int(flags["tied"].sum()), int((flags["tied"] & flags["is_last"]).sum())
 
 
 def read_events(config: DataConfig) -> EventLog:
-    """Read a whole log; bad rows go to `config.rejects_path`.
+    """Read a whole log; bad rows go to `config.rejects_path`. Arguments and errors as in `read_blocks`."""
+    reading = Reading()
+    events = pl.concat([pl.DataFrame(schema=_EVENT_SCHEMA), *read_blocks(config, reading)])
+    return EventLog(sort_events(events), **asdict(reading))
+
+
+def read_blocks(config: DataConfig, reading: Reading) -> Iterator[pl.DataFrame]:
+    """The usable events of a log as they come, in blocks that fit into memory; bad rows go to `config.rejects_path`.
 
     A row is one event: one record of a table, one item of a line file (a line without items counts as one).
     The rejects file holds one JSON object a row: file, line (in Parquet the row, from 1), field, value
-    (shortened), reason, accepted. It is written when there are bad rows, or when an older one lies there.
+    (shortened), reason, accepted. It is written at the end, when there are bad rows, or when an older one lies there.
+
+    Args:
+        config: where the log lies and how to read it.
+        reading: filled in.
 
     Raises:
         DataError: the source is missing, unreadable, empty, lacks a column, or has more bad rows than
             `max_bad_share` allows (the message then shows the first ten).
     """
     format, files = source_files(config)
-    kept: list[pl.DataFrame] = []
-    rejected: list[pl.DataFrame] = []
-    blank_lines = 0
     digests: dict[Path, str] = {}
     roles: set[str] = set()
-    for file in files:
-        source = _open_source(config, format, file)
-        if roles and set(source.columns) != roles:
-            raise DataError(f"{file} has a timestamp column where {files[0]} has none, or the reverse; make them agree")
-        roles = set(source.columns)
-        for block in source.blocks:
-            good, bad = _check_rows(block.rows, source.columns, config)
-            kept.append(good)
-            rejected += [part.insert_column(0, pl.lit(str(file)).alias("file")) for part in (block.bad, bad)]
-            blank_lines += block.blank_lines
-        digests[file] = source.digest.hexdigest()
-
-    events = pl.concat([pl.DataFrame(schema=_EVENT_SCHEMA), *kept])
-    no_bad_rows = pl.DataFrame(schema={"file": pl.String(), **BAD_ROW_SCHEMA})
-    bad_rows = pl.concat([no_bad_rows, *rejected]).sort("file", "line", maintain_order=True)
-    _set_aside(bad_rows, config, rows_read=len(events) + len(bad_rows))
-    if events.is_empty():
-        raise DataError(f"{config.path} holds no usable event\n{describe_bad_rows(bad_rows)}".rstrip())
-    return EventLog(
-        events=sort_events(events),
-        sha256=source_sha256(config.path, digests),
-        rows_read=len(events) + len(bad_rows),
-        rows_rejected=len(bad_rows),
-        blank_lines=blank_lines,
-        has_timestamps="timestamp" in roles,
-    )
+    with _Rejects() as rejects:
+        for file in files:
+            source = _open_source(config, format, file)
+            if roles and set(source.columns) != roles:
+                raise DataError(
+                    f"{file} has a timestamp column where {files[0]} has none, or the reverse; make them agree"
+                )
+            roles = set(source.columns)
+            for block in source.blocks:
+                good, bad = _check_rows(block.rows, source.columns, config)
+                rejects.add(file, pl.concat([block.bad, bad]))
+                reading.rows_read += len(good) + len(block.bad) + len(bad)
+                reading.blank_lines += block.blank_lines
+                yield good
+            digests[file] = source.digest.hexdigest()
+        reading.sha256 = source_sha256(config.path, digests)
+        reading.rows_rejected = rejects.count
+        reading.has_timestamps = "timestamp" in roles
+        rejects.set_aside(config, reading.rows_read)
+        if reading.rows_read == rejects.count:
+            raise DataError(f"{config.path} holds no usable event\n{describe_bad_rows(rejects.first)}".rstrip())
 
 
 def sort_events(events: pl.DataFrame) -> pl.DataFrame:
@@ -393,15 +442,18 @@ def _read_parquet(
     with file.open("rb") as source:
         while data := source.read(2**20):
             digest.update(data)
+    rows = pl.scan_parquet(file).select(
+        **{role: _parquet_column(role, column, schema[column], timestamp_unit) for role, column in columns.items()}
+    )
     try:
-        frame = pl.read_parquet(file, columns=sorted(set(columns.values())))
+        num_rows = pl.scan_parquet(file).select(pl.len()).collect().item()
+        for begin in range(0, num_rows, PARQUET_BLOCK_ROWS):
+            block = rows.slice(begin, PARQUET_BLOCK_ROWS).collect()
+            line = pl.int_range(begin + 1, begin + 1 + pl.len(), dtype=pl.Int64())
+            none_bad = pl.DataFrame(schema=BAD_ROW_SCHEMA)
+            yield Block(block.select(line.alias("line"), *block.columns), none_bad, blank_lines=0)
     except pl.exceptions.PolarsError as error:
         raise DataError(f"{file} is not a readable Parquet file ({error})") from error
-    rows = frame.select(
-        line=pl.int_range(1, pl.len() + 1, dtype=pl.Int64()),
-        **{role: _parquet_column(role, column, schema[column], timestamp_unit) for role, column in columns.items()},
-    )
-    yield Block(rows, pl.DataFrame(schema=BAD_ROW_SCHEMA), blank_lines=0)
 
 
 def _parquet_column(role: str, column: str, type: pl.DataType, timestamp_unit: str) -> pl.Expr:
@@ -542,17 +594,40 @@ def _weight_checks(weight_map: WeightMap | None) -> list[_Check]:
 # Rejects
 
 
-def _set_aside(bad_rows: pl.DataFrame, config: DataConfig, rows_read: int) -> None:
-    path = config.rejects_path
-    if len(bad_rows) or path.exists():
-        try:
-            write_whole(path, bad_rows.write_ndjson().encode())
-        except OSError as error:
-            raise DataError(f"cannot write the rejects file {path} ({error.strerror}); set `rejects`") from error
-    share = len(bad_rows) / rows_read if rows_read else 0.0
-    if share > config.max_bad_share:
-        raise DataError(
-            f"{config.path}: {len(bad_rows)} of {rows_read} rows are bad ({share:.2%}), more than"
-            f" max_bad_share {config.max_bad_share:.2%} allows. The first:\n{describe_bad_rows(bad_rows)}\n"
-            f"All are in {path}. Correct them, or raise max_bad_share."
-        )
+class _Rejects:
+    """Bad rows on their way to the rejects file, as JSON lines in a temporary file; a log may have many."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = pl.DataFrame(schema={"file": pl.String(), **BAD_ROW_SCHEMA})
+        """The first ten, for messages."""
+        self._lines = tempfile.SpooledTemporaryFile(max_size=2**24)  # noqa: SIM115 - closed on exit
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+
+    def add(self, file: Path, bad: pl.DataFrame) -> None:
+        rows = bad.sort("line", maintain_order=True).insert_column(0, pl.lit(str(file)).alias("file"))
+        self.count += len(rows)
+        self.first = pl.concat([self.first, rows]).head(10)
+        self._lines.write(rows.write_ndjson().encode())
+
+    def set_aside(self, config: DataConfig, rows_read: int) -> None:
+        """Write the rejects file; too many stop the run."""
+        path = config.rejects_path
+        if self.count or path.exists():
+            self._lines.seek(0)
+            try:
+                write_whole(path, self._lines)
+            except OSError as error:
+                raise DataError(f"cannot write the rejects file {path} ({error.strerror}); set `rejects`") from error
+        share = self.count / rows_read if rows_read else 0.0
+        if share > config.max_bad_share:
+            raise DataError(
+                f"{config.path}: {self.count} of {rows_read} rows are bad ({share:.2%}), more than"
+                f" max_bad_share {config.max_bad_share:.2%} allows. The first:\n{describe_bad_rows(self.first)}\n"
+                f"All are in {path}. Correct them, or raise max_bad_share."
+            )

@@ -1,14 +1,16 @@
 """Files that are never half written."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from model.bundle import fsync
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path` in one step: a reader sees the old file or the new one, nothing between.
+def write_whole(path: Path, data: bytes | IO[bytes]) -> None:
+    """Write `data`, or what is left of an open file, to `path` in one step: a reader sees the old file or the new one.
 
     A temporary file in the same folder is written, fsynced and renamed; missing folders are made.
 
@@ -19,7 +21,10 @@ def write_whole(path: Path, data: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            if isinstance(data, bytes):
+                file.write(data)
+            else:
+                shutil.copyfileobj(data, file)
             file.flush()
             os.fchmod(file.fileno(), 0o644)  # mkstemp's is for one user alone
             os.fsync(file.fileno())

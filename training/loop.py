@@ -5,10 +5,13 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,14 +21,14 @@ from model.filtering import Gaussian
 from training import losses, metrics
 from training.batches import (
     Batch,
+    TrainingWindows,
     Windows,
     collate,
     collate_masked,
-    shuffled_batches,
-    training_windows,
     with_unknowns,
 )
 from training.config import ConfigError, OptimizerConfig
+from training.distributed import ALONE, World
 from training.evaluate import ranks, score_users
 from training.splits import Split
 
@@ -53,6 +56,7 @@ def fit(
     checkpoint: Path | None = None,
     on_step: Callable[[int, int, float], None] = lambda done, total, loss: None,
     on_epoch: Callable[[dict[str, float]], None] = lambda row: None,
+    world: World = ALONE,
 ) -> TrainState:
     """Train until the epochs, the seconds or the patience end; the model is left with its best weights.
 
@@ -65,25 +69,28 @@ def fit(
             takes the same steps as an unbroken one.
         on_step, on_epoch: progress: (step, steps of this epoch, mean loss so far), and the epoch's row of the
             learning curve.
+        world: the processes that share each batch and the validation users; all end with the same state.
 
     Returns:
         the final state, with the learning curve.
 
     Raises:
-        ConfigError: the loss or its gradient is no longer finite.
+        ConfigError: the loss or its gradient is no longer finite, or the batches cannot be shared evenly.
     """
-    windows = training_windows(split.train, model.config.max_len)
+    training = TrainingWindows(split.train, model.config.max_len)
+    model.to(world.device)
     state = TrainState(model, _optimizer(model, config), torch.Generator().manual_seed(config.seed))
-    torch.manual_seed(config.seed)
-    if checkpoint is not None and checkpoint.exists():
-        _restore(state, checkpoint)
+    if checkpoint is not None:
+        _restore(state, world.from_first(lambda: _read(checkpoint)))
+    batch_loss = world.replicated(BatchLoss(model, config))
     while not _finished(state, config):
         begun = time.monotonic()
-        loss = train_epoch(state, windows, config, on_step)
-        ranks_U = ranks(score_users(model, split.validation.history, event), split.validation)
+        loss = train_epoch(state, batch_loss, training, config, on_step, world)
+        ranks_U = ranks(score_users(model, split.validation.history, event, world), split.validation, world)
         ndcg = float(metrics.ndcg(ranks_U, 10).mean())
         state.epoch += 1
-        state.seconds += time.monotonic() - begun
+        # One clock for all, or they would not agree on when to stop.
+        state.seconds += max(world.gathered([time.monotonic() - begun]))
         row = {
             "epoch": state.epoch,
             "loss": loss,
@@ -94,7 +101,7 @@ def fit(
         if ndcg > state.best_ndcg:
             state.best_ndcg, state.best_epoch = ndcg, state.epoch
             state.best_weights = copy.deepcopy(model.state_dict())
-        if checkpoint is not None:
+        if checkpoint is not None and world.is_first:
             _save(state, checkpoint)
         on_epoch(state.curve[-1])
     model.load_state_dict(state.best_weights)
@@ -102,30 +109,38 @@ def fit(
 
 
 def train_epoch(
-    state: TrainState, windows: Windows, config: OptimizerConfig, on_step: Callable[[int, int, float], None]
+    state: TrainState,
+    batch_loss: nn.Module,
+    training: TrainingWindows,
+    config: OptimizerConfig,
+    on_step: Callable[[int, int, float], None],
+    world: World,
 ) -> float:
-    """One pass over all windows; returns the mean loss of the steps.
+    """One pass over all windows, or `epoch_steps` batches of one; returns the mean loss of the steps.
+
+    Args:
+        batch_loss: the model's `BatchLoss`, replicated.
 
     Raises:
-        ConfigError: the loss or its gradient is no longer finite.
+        ConfigError: the loss or its gradient is no longer finite, or the batches cannot be shared evenly.
     """
     state.model.train()
-    total, steps = 0.0, -(-len(windows) // config.batch_size)
-    for step, rows in enumerate(shuffled_batches(windows, config.batch_size, state.generator), 1):
+    total, steps = 0.0, training.num_batches(config.batch_size)
+    if config.epoch_steps is not None:
+        steps = min(steps, config.epoch_steps)
+    for step, (windows, rows) in enumerate(islice(training.epoch(config.batch_size, state.generator), steps), 1):
         batch = training_batch(state.model, windows, rows, config, state.generator)
-        with torch.autocast(batch.items.device.type, torch.bfloat16, enabled=config.autocast):
-            loss = batch_loss(state.model, batch, config, state.generator)
         state.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
+        loss = accumulate_gradients(batch_loss, batch, config, state.generator, (state.epoch, step), world)
+        norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm).item()
         # A NaN gradient under a finite loss would turn every weight into NaN.
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise ConfigError(
-                f"at step {step} of epoch {state.epoch + 1} the loss is {loss.item()}, its gradient {norm.item()}:"
+                f"at step {step} of epoch {state.epoch + 1} the loss is {loss}, its gradient {norm}:"
                 " training diverged; lower training.learning_rate or training.precision_rate_multiple"
             )
         state.optimizer.step()
-        total += loss.item()
+        total += loss
         on_step(step, steps, total / step)
     return total / steps
 
@@ -141,13 +156,83 @@ def training_batch(
     return with_unknowns(batch, config.unknown_rate, generator)
 
 
-def batch_loss(model: Backbone, batch: Batch, config: OptimizerConfig, generator: torch.Generator) -> Tensor:
-    """The loss of one batch; only the positions that predict reach the output product."""
-    encoded = model.encode(batch.items, batch.weights, batch.timestamps)
-    mean, precision = (part.flatten(0, 1)[batch.positions] for part in encoded)
-    if config.loss == "full":
-        return losses.full_cross_entropy(model, Gaussian(mean, precision), batch.targets)
-    return losses.sampled_softmax(model, Gaussian(mean, precision), batch.targets, config.num_negatives, generator)
+def accumulate_gradients(
+    batch_loss: nn.Module,
+    batch: Batch,
+    config: OptimizerConfig,
+    generator: torch.Generator,
+    moment: tuple[int, int],
+    world: World,
+) -> float:
+    """Add a batch's gradients to the parameters', one micro-batch after the other; returns its mean loss.
+
+    What is drawn depends on the micro-batch and not on the process that works it: all have the same negatives, and
+    each has dropout masks of its own.
+
+    Args:
+        batch_loss: a `BatchLoss`, replicated.
+        moment: (epoch, step), of which dropout's random numbers are a function.
+
+    Raises:
+        ConfigError: the micro-batches cannot be shared evenly.
+    """
+    parts = micro_batches(config, world)
+    before, loss = generator.get_state(), 0.0
+    *earlier, last = world.share(range(parts))
+    for number in (*earlier, last):
+        # Few rows leave some numbers without any: they take the first part along, at no weight, and draw like the rest.
+        has_rows = number < len(batch.items)
+        part = batch.part(number if has_rows else 0, parts).to(world.device)
+        weight = len(part.targets) / len(batch.targets) if has_rows else 0.0
+        generator.set_state(before)
+        torch.manual_seed(_dropout_seed(config.seed, *moment, number))
+        with nullcontext() if number == last else world.gradients_kept(batch_loss):
+            with torch.autocast(world.device.type, torch.bfloat16, enabled=config.autocast):
+                part_loss = batch_loss(part, generator) * weight
+            # The processes' gradients are averaged, where a sum is wanted.
+            (part_loss * world.size).backward()
+        loss += part_loss.item()
+    return world.sum(loss)
+
+
+def micro_batches(config: OptimizerConfig, world: World) -> int:
+    """Into how many parts a batch is cut.
+
+    Raises:
+        ConfigError: the processes cannot have equally many.
+    """
+    parts = config.micro_batches or world.size
+    if parts % world.size:
+        raise ConfigError(
+            f"training.micro_batches={parts} cannot be shared evenly by {world.size} processes; set a multiple of"
+            f" {world.size}"
+        )
+    return parts
+
+
+class BatchLoss(nn.Module):
+    """The mean loss of a batch, as the module whose gradients processes share; `training.compile` compiles its encoder.
+
+    Only the positions that predict reach the output product.
+    """
+
+    def __init__(self, model: Backbone, config: OptimizerConfig) -> None:
+        super().__init__()
+        self.model, self.config = model, config
+        self.encode = torch.compile(model.encode, dynamic=True) if config.compile else model.encode
+
+    def forward(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """The loss, a scalar; `generator` draws the negatives."""
+        encoded = self.encode(batch.items, batch.weights, batch.timestamps)
+        mean, precision = (part.flatten(0, 1)[batch.positions] for part in encoded)
+        state = Gaussian(mean, precision)
+        if self.config.loss == "full":
+            return losses.full_cross_entropy(self.model, state, batch.targets)
+        return losses.sampled_softmax(self.model, state, batch.targets, self.config.num_negatives, generator)
+
+
+def _dropout_seed(seed: int, epoch: int, step: int, micro_batch: int) -> int:
+    return int(np.random.SeedSequence([seed % 2**64, epoch, step, micro_batch]).generate_state(1, np.uint64)[0])
 
 
 def _optimizer(model: Backbone, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -170,7 +255,6 @@ def _save(state: TrainState, path: Path) -> None:
         "model": state.model.state_dict(),
         "optimizer": state.optimizer.state_dict(),
         "generator": state.generator.get_state(),
-        "torch_rng": torch.get_rng_state(),
         "progress": {
             name: getattr(state, name)
             for name in ("epoch", "seconds", "best_ndcg", "best_epoch", "best_weights", "curve")
@@ -185,11 +269,15 @@ def _save(state: TrainState, path: Path) -> None:
     staging.replace(path)
 
 
-def _restore(state: TrainState, path: Path) -> None:
-    document = torch.load(path, weights_only=True)
+def _read(path: Path) -> dict[str, Any] | None:
+    return torch.load(path, weights_only=True, map_location="cpu") if path.exists() else None
+
+
+def _restore(state: TrainState, document: dict[str, Any] | None) -> None:
+    if document is None:
+        return
     state.model.load_state_dict(document["model"])
     state.optimizer.load_state_dict(document["optimizer"])
     state.generator.set_state(document["generator"])
-    torch.set_rng_state(document["torch_rng"])
     for name, value in document["progress"].items():
         setattr(state, name, value)

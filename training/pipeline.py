@@ -5,7 +5,9 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,16 +36,20 @@ from model.onnx.export import export_graphs
 from training import calibration as calibrating
 from training import evaluate
 from training.catalog import Catalog, read_titles
-from training.config import RunConfig
-from training.events import DataConfig, EventLog, read_events
+from training.config import OptimizerConfig, RunConfig
+from training.distributed import ALONE, World
+from training.events import DataConfig, LogFacts, read_events
 from training.files import write_whole
-from training.loop import TrainState, fit
+from training.loop import TrainState, fit, micro_batches
 from training.progress import Reporter
-from training.splits import MIN_EVENTS_LEAVE_ONE_OUT, Split, Targets, make_split, training_counts
+from training.splits import MIN_EVENTS_LEAVE_ONE_OUT, Split, SplitName, Targets, make_split, training_counts
+from training.streaming import stream_log
 from training.tables import DataError
 
 REPEAT_SHARE = 0.01
 """`event: auto` means `next_item` when more than this share of the validation targets were had before."""
+SHARDS = "shards"
+"""Folder, in the run's own, of a streamed log's training histories; deleted when the run has ended well."""
 PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True}
 """What a record leaves out of the configuration: paths mean nothing on another machine."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
@@ -61,74 +67,119 @@ class TrainedModel:
 class Prepared:
     """A log made ready to learn from."""
 
-    log: EventLog
+    log: LogFacts
     catalog: Catalog
     split: Split
+    """Its training histories are in memory, or in shards on the disk."""
     event: Event
 
 
-def train(config: RunConfig, out: Path, report: Reporter, command: Sequence[str], resume: bool = False) -> TrainedModel:
+def train(
+    config: RunConfig,
+    out: Path,
+    report: Reporter,
+    command: Sequence[str],
+    resume: bool = False,
+    world: World = ALONE,
+) -> TrainedModel:
     """Train by `config` and publish the bundle in `out/registry`.
 
     Args:
         config: the run's configuration.
-        out: the run's folder: receives registry/, checkpoint-<configuration>.pt, record.json, and rejects.jsonl
-            unless the configuration names another file for bad rows.
+        out: the run's folder: receives registry/, checkpoint-<configuration>.pt, record.json, rejects.jsonl
+            unless the configuration names another file for bad rows, and while it lasts shards/ of a streamed log.
         report: receives the progress.
         command: the command line, for the record.
         resume: go on from this configuration's checkpoint if there is one.
+        world: the processes that train together. The first one reads the log and writes the files.
 
     Raises:
         DataError: the log cannot be read, or leaves nobody to train on, validate with or test on.
-        ConfigError: training diverged.
+        ConfigError: training diverged, or the batches cannot be shared evenly by the processes.
         ExportError: torch and ONNX Runtime disagree. Nothing is published then.
     """
     keep_freed_memory()
     begun = time.monotonic()
     report.stage(f"reading {config.data.path}")
-    if config.data.rejects is None:
-        data = DataConfig.model_validate({**config.data.model_dump(), "rejects": out / "rejects.jsonl"})
-        config = config.model_copy(update={"data": data})
-    prepared = prepare(config)
+    config = _settled(config, out, world)
+    prepared = world.from_first(lambda: prepare(config, out / SHARDS))
     report.stage(_describe(prepared))
 
     torch.manual_seed(config.training.seed)
     model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
     checkpoint = out / f"checkpoint-{fingerprint(config, prepared.log)}.pt"
-    if not resume:
+    if not resume and world.is_first:
         checkpoint.unlink(missing_ok=True)
-    state = fit(model, prepared.split, prepared.event, config.training, checkpoint, report.step, report.epoch)
+    on_step, on_epoch = report.step, report.epoch
+    state = fit(model, prepared.split, prepared.event, config.training, checkpoint, on_step, on_epoch, world)
 
     report.stage(f"best epoch {state.best_epoch}; fitting the calibration on validation")
-    calibration = calibrate(model, prepared)
+    calibration = world.from_first(lambda: calibrate(model, prepared))
     report.stage("ranking the whole catalogue for every test user")
-    figures = test_figures(model, prepared, calibration)
-    calibration = calibration.model_copy(update={"report": _calibration_report(figures)})
+    figures = test_figures(model, prepared, calibration, world)
 
     report.stage("exporting to ONNX and comparing with torch")
-    record = _record(config, prepared, state, figures, command, time.monotonic() - begun)
-    bundle = publish(model, prepared, calibration, record, out / "registry")
-    write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
+    record = _record(config, prepared, state, figures, command, time.monotonic() - begun, world)
+    bundle = world.from_first(lambda: _deliver(model.cpu(), prepared, calibration, record, out))
     report.stage(f"published {config.model_name} {bundle.name}")
     return TrainedModel(bundle, record)
 
 
-def prepare(config: RunConfig) -> Prepared:
+def _settled(config: RunConfig, out: Path, world: World) -> RunConfig:
+    """The configuration with what depends on the run's folder and processes filled in."""
+    data = {**config.data.model_dump(), "rejects": config.data.rejects or out / "rejects.jsonl"}
+    training = {**config.training.model_dump(), "micro_batches": micro_batches(config.training, world)}
+    return config.model_copy(
+        update={
+            "data": DataConfig.model_validate(data),
+            "training": OptimizerConfig.model_validate(training),
+        }
+    )
+
+
+def _deliver(model: Backbone, prepared: Prepared, calibration: Calibration, record: dict[str, Any], out: Path) -> Path:
+    """Publish the bundle and write the run's record; returns the bundle's folder."""
+    calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
+    bundle = publish(model, prepared, calibration, record, out / "registry")
+    write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
+    shutil.rmtree(out / SHARDS, ignore_errors=True)
+    return bundle
+
+
+def prepare(config: RunConfig, shards: Path | None = None) -> Prepared:
     """Read the log, build the catalogue, split.
 
+    Args:
+        config: the run's configuration.
+        shards: the folder where a streamed log's training histories go; what lies there is deleted.
+
     Raises:
+        ValueError: a log is to be streamed and `shards` is None.
         DataError: the log cannot be read, or a part of the split is empty.
     """
-    log = read_events(config.data)
-    catalog = Catalog.from_log(log)
+    log, catalog, split = _read_split(config.data, config.split, shards)
     if config.titles is not None:
         catalog = catalog.with_titles(read_titles(config.titles))
-    split = make_split(log, catalog, config.split)
-    _require(config.data.path, split, "training", int(np.count_nonzero(split.train.weights)))
+    _require(config.data.path, split, "training", int(catalog.training_counts.sum()))
     _require(config.data.path, split, "validation", len(split.validation))
     _require(config.data.path, split, "test", len(split.test))
-    catalog = catalog.with_training_counts(training_counts(split.train, len(catalog)))
     return Prepared(log, catalog, split, resolve_event(config.event, split.validation))
+
+
+def _read_split(
+    config: DataConfig, name: SplitName, shards: Path | None, catalog: Catalog | None = None
+) -> tuple[LogFacts, Catalog, Split]:
+    """A log's facts, its catalogue with training counts, its split; by a catalogue that is given, or its own."""
+    if config.streaming:
+        if shards is None:
+            raise ValueError("a streamed log needs a folder for its shards")
+        streamed = stream_log(config, name, shards, catalog)
+        return streamed.facts, streamed.catalog, streamed.split
+    log = read_events(config)
+    if catalog is None:
+        catalog = Catalog.from_log(log)
+    split = make_split(log, catalog, name)
+    return log.facts(), catalog.with_training_counts(training_counts(split.train, len(catalog))), split
 
 
 def resolve_event(asked: Event | Literal["auto"], validation: Targets) -> Event:
@@ -155,10 +206,10 @@ def calibrate(model: Backbone, prepared: Prepared) -> Calibration:
     return calibrating.fit_confidence(predictions, prepared.catalog.training_counts, temperature, scale, event)
 
 
-def test_figures(model: Backbone, prepared: Prepared, calibration: Calibration) -> dict[str, Any]:
+def test_figures(model: Backbone, prepared: Prepared, calibration: Calibration, world: World) -> dict[str, Any]:
     """The test users' figures, by torch."""
-    scored = evaluate.score_users(model, prepared.split.test.history, prepared.event)
-    return _figures(scored, prepared.split.test, calibration, prepared.catalog.training_counts)
+    scored = evaluate.score_users(model, prepared.split.test.history, prepared.event, world)
+    return _figures(scored, prepared.split.test, calibration, prepared.catalog.training_counts, world)
 
 
 def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
@@ -170,7 +221,8 @@ def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
         DataError: the log cannot be read, or has no test user whose target the bundle knows.
     """
     catalog = Catalog.of_bundle(bundle)
-    split = make_split(read_events(data), catalog, bundle.manifest.data["split"])
+    with tempfile.TemporaryDirectory() as shards:
+        _, _, split = _read_split(data, bundle.manifest.data["split"], Path(shards), catalog)
     _require(data.path, split, "test", len(split.test))
     scored = evaluate.score_users_by_bundle(bundle, split.test.history)
     return _figures(scored, split.test, bundle.calibration, catalog.training_counts)
@@ -218,8 +270,10 @@ def _require(path: Path, split: Split, part: str, size: int) -> None:
         )
 
 
-def _figures(scored: Any, targets: Targets, calibration: Calibration, counts: np.ndarray) -> dict[str, Any]:
-    predictions = evaluate.predict(scored, targets, calibration.temperature, evaluate.LIST_LENGTH)
+def _figures(
+    scored: Any, targets: Targets, calibration: Calibration, counts: np.ndarray, world: World = ALONE
+) -> dict[str, Any]:
+    predictions = evaluate.predict(scored, targets, calibration.temperature, evaluate.LIST_LENGTH, world)
     popularity = evaluate.popularity_ranks(counts, targets, calibration.event)
     return evaluate.report(predictions, calibration, popularity, counts)
 
@@ -241,6 +295,7 @@ def _record(
     figures: dict[str, Any],
     command: Sequence[str],
     seconds: float,
+    world: World,
 ) -> dict[str, Any]:
     """Everything needed to trace the run's figures: configuration, data, curve, versions, commit."""
     return {
@@ -252,6 +307,8 @@ def _record(
         "event": prepared.event,
         "best_epoch": state.best_epoch,
         "seconds": {"training": round(state.seconds, 1), "total": round(seconds, 1)},
+        "processes": world.size,
+        "device": world.device.type,
         "threads": torch.get_num_threads(),
         "cpu": cpu_model(),
         "versions": versions(),
@@ -262,11 +319,11 @@ def _record(
 
 def _describe(prepared: Prepared) -> str:
     log, split = prepared.log, prepared.split
-    ties = log.tie_shares()
-    tied = "no timestamps" if ties is None else f"{ties[1]:.0%} of users have their last two events in the same instant"
+    ties = log.tied_last_two_users_share
+    tied = "no timestamps" if ties is None else f"{ties:.0%} of users have their last two events in the same instant"
     return (
         f"{log.rows_kept:,} events ({log.rows_rejected:,} rejected)"
-        f" of {log.events['user_id'].n_unique():,} users on {len(prepared.catalog):,} items;"
+        f" of {log.users:,} users on {len(prepared.catalog):,} items;"
         f" {tied}; split {split.name}, event {prepared.event}"
     )
 
@@ -285,7 +342,7 @@ def cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def fingerprint(config: RunConfig, log: EventLog) -> str:
+def fingerprint(config: RunConfig, log: LogFacts) -> str:
     """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
     when_to_stop: dict[str, Any] = {"training": {"epochs", "max_seconds", "patience"}}
     text = config.model_dump_json(exclude=PATHS | when_to_stop) + log.sha256

@@ -101,7 +101,16 @@ class JsonReporter:
         print(json.dumps({"time": round(time.time(), 3), **fields}), file=sys.stderr, flush=True)
 
 
-def reporter() -> Reporter:
-    """A bar where standard error is a terminal, JSON lines otherwise."""
+class SilentReporter(JsonReporter):
+    """Says nothing: of several processes one reports."""
+
+    def _print(self, **fields: Any) -> None:
+        pass
+
+
+def reporter(silent: bool = False) -> Reporter:
+    """A bar where standard error is a terminal, JSON lines otherwise; or nothing."""
+    if silent:
+        return SilentReporter()
     console = Console(stderr=True)
     return TerminalReporter(console) if console.is_terminal else JsonReporter()

@@ -13,8 +13,9 @@ U users · E events of all users
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Generic, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 import polars as pl
@@ -29,6 +30,24 @@ MIN_EVENTS_LEAVE_ONE_OUT = 3
 """Events of positive weight a user needs to give up two of them."""
 HELD_OUT_SHARE = 0.1
 """Share of users that `users` keeps out of training; half of them validation, half test."""
+
+
+class TrainingHistories(Protocol):
+    """What a model is trained on: the histories of users, in pieces of which one at a time fits into memory."""
+
+    def __len__(self) -> int:
+        """U, over all pieces."""
+
+    @property
+    def num_events(self) -> int:
+        """E, events of weight 0 included."""
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces there are; a user is in one of them."""
+
+    def piece(self, number: int) -> "Histories":
+        """One of the pieces, from 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +73,38 @@ class Histories:
 
     def __len__(self) -> int:
         return len(self.user_ids)
+
+    @property
+    def num_events(self) -> int:
+        """E, events of weight 0 included."""
+        return len(self.items)
+
+    @property
+    def num_pieces(self) -> int:
+        """They are in memory, whole."""
+        return 1
+
+    def piece(self, number: int) -> "Histories":
+        """All of them."""
+        return self
+
+    @classmethod
+    def concat(cls, parts: Sequence["Histories"]) -> "Histories":
+        """The users of one after those of the other."""
+        begins = np.cumsum([0, *(part.num_events for part in parts)])[:-1]
+        return cls(
+            user_ids=[user_id for part in parts for user_id in part.user_ids],
+            offsets=np.concatenate(
+                [[0], *(part.offsets[1:] + begin for part, begin in zip(parts, begins, strict=True))]
+            ),
+            items=np.concatenate([np.empty(0, np.int64), *(part.items for part in parts)]),
+            weights=np.concatenate([np.empty(0, np.float32), *(part.weights for part in parts)]),
+            timestamps=np.concatenate([np.empty(0, np.float64), *(part.timestamps for part in parts)]),
+        )
+
+    def of_users(self, users: np.ndarray) -> "Histories":
+        """The whole histories of some users, (V,) rows, in the order wanted."""
+        return self.prefixes(users, self.offsets[1:][users])
 
     def prefixes(self, users: np.ndarray, ends: np.ndarray) -> "Histories":
         """The events of some users before a point each.
@@ -90,13 +141,26 @@ class Targets:
     def __len__(self) -> int:
         return len(self.target)
 
+    @classmethod
+    def concat(cls, parts: Sequence["Targets"]) -> "Targets":
+        """The users of one after those of the other."""
+        target = np.concatenate([np.empty(0, np.int64), *(part.target for part in parts)])
+        return cls(Histories.concat([part.history for part in parts]), target)
+
+    def of_users(self, users: np.ndarray) -> "Targets":
+        """Those of some users, (V,) rows, in the order wanted."""
+        return Targets(self.history.of_users(users), self.target[users])
+
+
+Train = TypeVar("Train", bound=TrainingHistories)
+
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class Split(Generic[Train]):
     """What to train on, choose by, and report."""
 
     name: SplitName
-    train: Histories
+    train: Train
     validation: Targets
     test: Targets
     held_out_without_target: int = 0
@@ -107,28 +171,31 @@ class Split:
         return {
             "split": self.name,
             "train_users": len(self.train),
-            "train_events": len(self.train.items),
+            "train_events": self.train.num_events,
             "validation_users": len(self.validation),
             "test_users": len(self.test),
             "held_out_without_target": self.held_out_without_target,
         }
 
 
-def make_split(log: EventLog, catalog: Catalog, name: SplitName) -> Split:
+def make_split(log: EventLog, catalog: Catalog, name: SplitName) -> Split[Histories]:
     """Split `log` by `leave_one_out` or `users`; the same log always gives the same split.
 
     Raises:
         ValueError: an unknown name.
     """
+    return split_histories(to_histories(log.events, catalog), name)
+
+
+def split_histories(histories: Histories, name: SplitName) -> Split[Histories]:
+    """The same of histories: each user's part depends on that user alone."""
     if name not in get_args(SplitName):
         raise ValueError(f"no split is called {name!r}; known: {', '.join(get_args(SplitName))}")
-    histories = to_histories(log, catalog)
     return _leave_one_out(histories) if name == "leave_one_out" else _held_out_users(histories)
 
 
-def to_histories(log: EventLog, catalog: Catalog) -> Histories:
-    """The whole log by user, users in the order of their ids."""
-    events = log.events
+def to_histories(events: pl.DataFrame, catalog: Catalog) -> Histories:
+    """Sorted events by user, users in the order of their ids."""
     users = events.select(pl.col("user_id").rle().struct.unnest())
     return Histories(
         user_ids=users["value"].to_list(),
@@ -145,16 +212,21 @@ def training_counts(histories: Histories, num_items: int) -> np.ndarray:
     return np.bincount(counted - FIRST_ITEM, minlength=num_items)
 
 
-def held_out_part(user_id: str) -> Literal["train", "validation", "test"]:
-    """Where `users` puts a user: by an 8-byte BLAKE2b of the id, read as a number in [0, 1)."""
+def place_of(user_id: str) -> float:
+    """An 8-byte BLAKE2b of the id, read as a number in [0, 1): a draw that no library version changes."""
     digest = hashlib.blake2b(user_id.encode(), digest_size=8).digest()
-    place = int.from_bytes(digest, "big") / 2**64
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def held_out_part(user_id: str) -> Literal["train", "validation", "test"]:
+    """Where `users` puts a user."""
+    place = place_of(user_id)
     if place >= HELD_OUT_SHARE:
         return "train"
     return "validation" if place < HELD_OUT_SHARE / 2 else "test"
 
 
-def _leave_one_out(histories: Histories) -> Split:
+def _leave_one_out(histories: Histories) -> Split[Histories]:
     possible, end_of_possible = _possible_targets(histories)
     num_possible = np.diff(end_of_possible, prepend=0)
     users = np.flatnonzero(num_possible >= MIN_EVENTS_LEAVE_ONE_OUT)
@@ -171,7 +243,7 @@ def _leave_one_out(histories: Histories) -> Split:
     )
 
 
-def _held_out_users(histories: Histories) -> Split:
+def _held_out_users(histories: Histories) -> Split[Histories]:
     possible, end_of_possible = _possible_targets(histories)
     has_target = np.diff(end_of_possible, prepend=0) > 0
     parts = np.array([held_out_part(user_id) for user_id in histories.user_ids], dtype=object)

@@ -164,6 +164,32 @@ def test_an_epoch_covers_each_window_once_in_full_batches_but_few() -> None:
     assert sum(len(batch) < 16 for batch in batches) <= 1
 
 
+def test_the_parts_of_a_batch_hold_each_row_and_each_target_once() -> None:
+    numbers = iter(range(FIRST_ITEM, 1000))
+    windows = training_windows(histories_of([[next(numbers) for _ in range(length)] for length in (1, 2, 4, 7)]), 10)
+    batch = collate(windows, torch.arange(4))
+
+    parts = [batch.part(number, 3) for number in range(3)]
+
+    assert [len(part.items) for part in parts] == [2, 1, 1]
+    for number, part in enumerate(parts):
+        assert torch.equal(part.items, batch.items[number::3])
+        assert part.last.tolist() == batch.last[number::3].tolist()
+        # A target is the item right after its position; a row's last target is in no column.
+        for position, target in zip(part.positions.tolist(), part.targets.tolist(), strict=True):
+            row, column = divmod(position, part.items.shape[1])
+            if column < int(part.last[row]):
+                assert part.items[row, column + 1] == target
+    assert sorted(torch.cat([part.targets for part in parts]).tolist()) == sorted(batch.targets.tolist())
+
+
+def test_a_part_beyond_the_rows_is_empty() -> None:
+    batch = collate(training_windows(histories_of([[FIRST_ITEM]]), 4), torch.tensor([0]))
+
+    assert batch.part(1, 2).items.shape == (0, batch.items.shape[1])
+    assert len(batch.part(1, 2).targets) == 0
+
+
 def test_the_seed_decides_the_order_of_an_epoch() -> None:
     windows = many_windows()
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from tests.training.golden import make_loss_curve
 from tests.training.histories import SMALL, fresh_model, leave_one_out, successor_walks
 from training import loop
+from training.batches import training_windows
 from training.config import ConfigError, OptimizerConfig
 from training.evaluate import ranks, score_users
 from training.loop import TrainState, fit
@@ -32,8 +34,8 @@ def settings(**changed: object) -> OptimizerConfig:
 def validation_ndcgs(monkeypatch: pytest.MonkeyPatch, ranks_by_epoch: list[float]) -> None:
     """Let validation put every target at a given rank after each epoch."""
     remaining = iter(ranks_by_epoch)
-    monkeypatch.setattr(loop, "score_users", lambda model, histories, event: None)
-    monkeypatch.setattr(loop, "ranks", lambda scored, targets: np.full(len(targets), next(remaining)))
+    monkeypatch.setattr(loop, "score_users", lambda *_: None)
+    monkeypatch.setattr(loop, "ranks", lambda scored, targets, world: np.full(len(targets), next(remaining)))
 
 
 @FILTERING
@@ -89,6 +91,26 @@ def test_progress_counts_the_steps_of_each_epoch() -> None:
 
     # 100 users of 8 training items, one window each, 32 a batch.
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)] * 2
+
+
+def test_an_epoch_can_end_early_and_the_next_one_shows_other_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = walks_split()
+    seen: list[tuple[int, int]] = []
+    shown: list[frozenset[int]] = []
+    drawn = loop.training_batch
+
+    def remember(model: object, windows: object, rows: torch.Tensor, *rest: object) -> object:
+        shown.append(frozenset(rows.tolist()))
+        return drawn(model, windows, rows, *rest)
+
+    monkeypatch.setattr(loop, "training_batch", remember)
+    config = settings(epochs=2, epoch_steps=2)
+
+    fit(fresh_model(split, NUM_ITEMS), split, "next_item", config, on_step=lambda *step: seen.append(step[:2]))
+
+    # Of the four batches that 100 windows make.
+    assert seen == [(1, 2), (2, 2)] * 2
+    assert shown[:2] != shown[2:]
 
 
 def test_the_seed_decides_the_run() -> None:
@@ -272,6 +294,38 @@ def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights() -> 
         fit(model, split, "next_item", settings())
 
     assert torch.equal(model.item_embedding.weight, before)
+
+
+# The device
+
+SAMPLED_STAYS_ON_THE_CPU = pytest.mark.xfail(
+    strict=True, reason="losses.sampled_softmax draws its negatives on the CPU and compares them with targets elsewhere"
+)
+
+
+@pytest.mark.parametrize("loss", ["full", pytest.param("sampled", marks=SAMPLED_STAYS_ON_THE_CPU)])
+@pytest.mark.parametrize("backbone", ["sasrec", "hstu", "bert4rec"])
+@FILTERING
+def test_a_step_touches_no_tensor_on_another_device(
+    backbone: str, filtering: bool, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tensors on `meta` have no values; like those on a GPU they refuse to meet the CPU's. It knows no autocast.
+    device = torch.device("meta")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    split = walks_split(num_users=10)
+    changes = {"backbone": backbone, "filtering": filtering, "dropout": 0.1, "attention_dropout": 0.1}
+    model = fresh_model(split, NUM_ITEMS, SMALL.model_copy(update=changes))
+    generator = torch.Generator().manual_seed(0)
+    config = settings(loss=loss, num_negatives=8)
+    windows = training_windows(split.train, model.config.max_len)
+    batch = loop.training_batch(model, windows, torch.arange(len(windows)), config, generator)
+
+    value = loop.BatchLoss(model.to(device), config)(batch.to(device), generator)
+    value.backward()
+
+    assert value.device == device
+    assert model.item_embedding.weight.grad.device == device
 
 
 # The optimiser
