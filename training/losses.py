@@ -144,7 +144,7 @@ def sampled_softmax(
     A negative that happens to be a row's own target is left out of that row.
     """
     rows = targets_R - FIRST_ITEM
-    negatives = torch.randint(model.num_items, (num_negatives,), generator=generator)
+    negatives = torch.randint(model.num_items, (num_negatives,), generator=generator).to(rows.device)
     own = model.score_pairs(state, rows).logit
     others = model.score(state, negatives).logit.masked_fill(negatives == rows[:, None], -torch.inf)
     return (torch.cat([own[:, None], others], 1).logsumexp(1) - own).mean()

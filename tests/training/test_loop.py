@@ -298,12 +298,8 @@ def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights() -> 
 
 # The device
 
-SAMPLED_STAYS_ON_THE_CPU = pytest.mark.xfail(
-    strict=True, reason="losses.sampled_softmax draws its negatives on the CPU and compares them with targets elsewhere"
-)
 
-
-@pytest.mark.parametrize("loss", ["full", pytest.param("sampled", marks=SAMPLED_STAYS_ON_THE_CPU)])
+@pytest.mark.parametrize("loss", ["full", "sampled"])
 @pytest.mark.parametrize("backbone", ["sasrec", "hstu", "bert4rec"])
 @FILTERING
 def test_a_step_touches_no_tensor_on_another_device(
