@@ -71,10 +71,11 @@ class Batch:
         return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
-def training_windows(histories: Histories, max_len: int) -> Windows:
+def training_windows(histories: Histories, max_len: int, prefixes: bool = False) -> Windows:
     """Every window that the rule visits: each event is a target once, in the context it is served in.
 
-    A user's first window predicts from BOS on; a later one predicts from where the earlier one had to stop.
+    A user's first window predicts from BOS on; a later one predicts from where the earlier one had to stop. With
+    `prefixes` each of these predictions is a window of its own, which ends with what it predicts from.
     """
     events, bounds = _weighted_events(histories)
     rows = []
@@ -86,7 +87,22 @@ def training_windows(histories: Histories, max_len: int) -> Windows:
             first_target = 0 if offset == 0 else max_len // 2 + 1
             last_target = min(max_len, num_events - 1 - offset)
             rows.append((begin + offset, last_target, first_target, last_target - first_target + 1))
-    return Windows(*events, *torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).unbind(1))
+    windows = Windows(*events, *torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).unbind(1))
+    return _one_target_each(windows) if prefixes else windows
+
+
+def _one_target_each(windows: Windows) -> Windows:
+    """A window for every target of these, cut off behind the position that predicts it."""
+    window = torch.arange(len(windows)).repeat_interleave(windows.num_targets)
+    before = (windows.num_targets.cumsum(0) - windows.num_targets)[window]
+    position = windows.first_target[window] + torch.arange(len(window)) - before
+    return replace(
+        windows,
+        start=windows.start[window],
+        num_inputs=position,
+        first_target=position,
+        num_targets=torch.ones_like(position),
+    )
 
 
 class TrainingWindows:
@@ -95,11 +111,12 @@ class TrainingWindows:
     Args:
         train: the histories. Each piece is read once at the start, to count its windows.
         max_len: L, in events.
+        prefixes: see `training_windows`.
     """
 
-    def __init__(self, train: TrainingHistories, max_len: int) -> None:
-        self._train, self._max_len = train, max_len
-        self._piece, self._windows = 0, training_windows(train.piece(0), max_len)
+    def __init__(self, train: TrainingHistories, max_len: int, prefixes: bool = False) -> None:
+        self._train, self._max_len, self._prefixes = train, max_len, prefixes
+        self._piece, self._windows = 0, training_windows(train.piece(0), max_len, prefixes)
         self._sizes = [len(self._of_piece(number)) for number in range(train.num_pieces)]
 
     def num_batches(self, batch_size: int) -> int:
@@ -119,7 +136,8 @@ class TrainingWindows:
 
     def _of_piece(self, number: int) -> Windows:
         if number != self._piece:
-            self._piece, self._windows = number, training_windows(self._train.piece(number), self._max_len)
+            windows = training_windows(self._train.piece(number), self._max_len, self._prefixes)
+            self._piece, self._windows = number, windows
         return self._windows
 
 

@@ -41,6 +41,8 @@ class OptimizerConfig(BaseModel):
     loss: Literal["full", "sampled"] = "full"
     num_negatives: int = Field(default=512, ge=1)
     """Shared uniform negatives a batch, for the sampled loss."""
+    prefixes: bool = False
+    """Each event is predicted from a row of its own, instead of with the user's others: more rows, other dropout."""
     unknown_rate: float = Field(default=0.01, ge=0, lt=1)
     """Share of input events that training replaces by UNK."""
     mask_share: float = Field(default=0.2, gt=0, lt=1)

@@ -77,7 +77,7 @@ def fit(
     Raises:
         ConfigError: the loss or its gradient is no longer finite, or the batches cannot be shared evenly.
     """
-    training = TrainingWindows(split.train, model.config.max_len)
+    training = TrainingWindows(split.train, model.config.max_len, config.prefixes)
     model.to(world.device)
     state = TrainState(model, _optimizer(model, config), torch.Generator().manual_seed(config.seed))
     if checkpoint is not None:

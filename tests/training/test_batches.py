@@ -71,6 +71,23 @@ def test_every_event_is_a_target_once_after_what_the_window_rule_shows(
 
 
 @given(users_and_max_len())
+def test_as_prefixes_the_same_predictions_are_made_each_at_the_end_of_a_row_of_its_own(
+    case: tuple[list[list[int]], list[list[float]], int],
+) -> None:
+    users, weights, max_len = case
+    histories = histories_of(users, weights)
+
+    windows = training_windows(histories, max_len, prefixes=True)
+
+    found = predictions_in(windows)
+    assert sorted(found, key=lambda pair: pair[1]) == sorted(
+        predictions_in(training_windows(histories, max_len)), key=lambda pair: pair[1]
+    )
+    assert len(windows) == len(found)
+    assert torch.equal(windows.first_target, windows.num_inputs)
+
+
+@given(users_and_max_len())
 def test_serving_windows_show_what_the_window_rule_shows(
     case: tuple[list[list[int]], list[list[float]], int],
 ) -> None:
