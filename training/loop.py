@@ -187,8 +187,7 @@ def accumulate_gradients(
         generator.set_state(before)
         torch.manual_seed(_dropout_seed(config.seed, *moment, number))
         with nullcontext() if number == last else world.gradients_kept(batch_loss):
-            with torch.autocast(world.device.type, torch.bfloat16, enabled=config.autocast):
-                part_loss = batch_loss(part, generator) * weight
+            part_loss = batch_loss(part, generator) * weight
             # The processes' gradients are averaged, where a sum is wanted.
             (part_loss * world.size).backward()
         loss += part_loss.item()
@@ -223,12 +222,16 @@ class BatchLoss(nn.Module):
 
     def forward(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The loss, a scalar; `generator` draws the negatives."""
-        encoded = self.encode(batch.items, batch.weights, batch.timestamps)
+        device = batch.items.device.type
+        # On a CPU the encoder's products are too small and too various to gain: a kernel is compiled for every shape.
+        with torch.autocast(device, torch.bfloat16, enabled=self.config.autocast and device != "cpu"):
+            encoded = self.encode(batch.items, batch.weights, batch.timestamps)
         mean, precision = (part.flatten(0, 1)[batch.positions] for part in encoded)
         state = Gaussian(mean, precision)
-        if self.config.loss == "full":
-            return losses.full_cross_entropy(self.model, state, batch.targets)
-        return losses.sampled_softmax(self.model, state, batch.targets, self.config.num_negatives, generator)
+        with torch.autocast(device, torch.bfloat16, enabled=self.config.autocast):
+            if self.config.loss == "full":
+                return losses.full_cross_entropy(self.model, state, batch.targets)
+            return losses.sampled_softmax(self.model, state, batch.targets, self.config.num_negatives, generator)
 
 
 def _dropout_seed(seed: int, epoch: int, step: int, micro_batch: int) -> int:

@@ -17,6 +17,8 @@ CHUNK_ROWS = 64
 """Rows scored at a time by the full loss: the (rows,N) matrices stay small and in cache."""
 HALF_CHUNK_ROWS = 512
 """The same in bfloat16: a product of few rows wastes the matrix unit."""
+HALF_ROWS_MULTIPLE = 64
+"""In bfloat16 rows are filled up to a multiple: a kernel is compiled, and kept, for every number of rows met."""
 LEAST_PROBABILITY = 1e-38
 """A target's probability counts as no less: its logarithm stays finite. The gradient does not know of it."""
 
@@ -72,22 +74,25 @@ class OnePassCrossEntropy(torch.autograd.Function):
         """The sum, a scalar; targets are rows of `right_ND`."""
         device = left_RD.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left_RD.dtype
-        chunk_rows = CHUNK_ROWS if dtype == left_RD.dtype else HALF_CHUNK_ROWS
+        chunk_rows, multiple = (CHUNK_ROWS, 1) if dtype == left_RD.dtype else (HALF_CHUNK_ROWS, HALF_ROWS_MULTIPLE)
+        num_rows = len(left_RD)
+        # Rows that fill up repeat the last one, and count for nothing.
+        filled_R = torch.arange(-(-num_rows // multiple) * multiple, device=left_RD.device).clamp_max(num_rows - 1)
         with torch.autocast(device, enabled=False):
-            x_side = _Side(left_RD, right_ND, dtype)
+            x_side = _Side(left_RD[filled_R], right_ND, dtype)
             y_side = None
+            shape = min(chunk_rows, len(filled_R)), len(right_ND)
             if spread_left_RE is not None and spread_right_NE is not None:
-                y_side = _Side(spread_left_RE, spread_right_NE, dtype)
+                y_side = _Side(spread_left_RE[filled_R], spread_right_NE, dtype)
                 spread_right_EN = spread_right_NE.T.contiguous()
-                wide = left_RD.new_empty(min(chunk_rows, len(left_RD)), len(right_ND))
+                wide = left_RD.new_empty(shape)
             right_DN = x_side.right.T.contiguous()
             total = left_RD.new_zeros(())
             # Written again in every chunk: fresh memory would cost more than what is computed in it.
-            shape = min(chunk_rows, len(left_RD)), len(right_ND)
             buffers = left_RD.new_empty((2 if y_side is None else 3, *shape), dtype=dtype)
-            for begin in range(0, len(left_RD), chunk_rows):
-                rows = slice(begin, begin + chunk_rows)
-                targets = target_rows_R[rows, None]
+            for begin in range(0, len(filled_R), chunk_rows):
+                rows, real = slice(begin, begin + chunk_rows), slice(max(0, num_rows - begin))
+                targets = target_rows_R[filled_R[rows], None]
                 logit, weight, *others = buffers[:, : len(targets)]
                 torch.mm(x_side.left[rows], right_DN, out=logit)
                 one = torch.ones_like(targets, dtype=left_RD.dtype)
@@ -98,14 +103,18 @@ class OnePassCrossEntropy(torch.autograd.Function):
                     one = root.gather(1, targets).to(left_RD.dtype)
                     spread_one = logit.gather(1, targets) * one.square()
                 torch.softmax(logit, 1, out=weight)
-                total -= weight.gather(1, targets).to(left_RD.dtype).clamp_min(LEAST_PROBABILITY).log().sum()
+                probability = weight[real].gather(1, targets[real]).to(left_RD.dtype)
+                total -= probability.clamp_min(LEAST_PROBABILITY).log().sum()
+                filling = slice(real.stop, None)
+                weight[filling], one[filling] = 0, 0
                 if y_side is not None:
+                    spread_one[filling] = 0
                     weight.mul_(root)
                     y_side.add(rows, logit.mul_(weight).mul_(root), spread_one, targets[:, 0])
                 x_side.add(rows, weight, one, targets[:, 0])
-            grads = [x_side.left_grad, x_side.right_grad]
+            grads = [x_side.left_grad[:num_rows], x_side.right_grad]
             if y_side is not None:
-                grads += [y_side.left_grad.mul_(-0.5), y_side.right_grad.mul_(-0.5)]
+                grads += [y_side.left_grad[:num_rows].mul_(-0.5), y_side.right_grad.mul_(-0.5)]
         ctx.save_for_backward(*grads)
         return total
 
