@@ -32,7 +32,7 @@ def row(name: str, value: Any, target: str | None = None, met: bool | None = Non
 def report(arguments: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Print what was found; with `--json` as one object with the environment and the settings."""
     if arguments.json:
-        settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "bundle")}
+        settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "bundle", "folder")}
         print(json.dumps({"environment": environment(), "settings": settings, "results": results}))
         return
     width = max(len(found["name"]) for found in results)

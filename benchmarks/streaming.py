@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=1_000_000)
     parser.add_argument("--items", type=int, default=20_000)
     parser.add_argument("--steps", type=int, default=200, help="batches of 128 windows of up to 50 events")
-    parser.add_argument("--folder", type=Path, help="where log and run lie; default: a temporary folder")
+    parser.add_argument("--folder", help="where log and run lie; default: a temporary folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         log, out = Path(folder) / "log", Path(folder) / "out"
