@@ -31,6 +31,10 @@ PARTS = {
 """Variants with one part of the filter off, and the override that switches it."""
 
 
+QUICK = ("training.epochs=8", "training.prefixes=off", "training.batch_size=256")
+"""Overrides of the quick suite: a few epochs, all predictions of a user from one row."""
+
+
 def pairs(backbone: str, datasets: Iterable[str], seeds: Iterable[int]) -> list[Run]:
     """Filtering off and on, seed by seed: a suite that is cut short has whole pairs."""
     return [
@@ -65,7 +69,7 @@ def controls() -> list[Run]:
 
 SUITES: dict[str, list[Run]] = {
     "quick": [
-        Run(dataset, "sasrec", filtering, 1, "quick", ("training.epochs=8",))
+        Run(dataset, "sasrec", filtering, 1, "quick", QUICK)
         for dataset in ("beauty", "toys")
         for filtering in (False, True)
     ],
