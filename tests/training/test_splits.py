@@ -75,7 +75,7 @@ def pairs(targets: Targets, catalog: Catalog) -> dict[str, tuple[list[Event], st
 def test_histories_hold_the_whole_log_in_time_order(events: list[Event]) -> None:
     log = log_of(events)
     catalog = Catalog.from_log(log)
-    histories = to_histories(log, catalog)
+    histories = to_histories(log.events, catalog)
 
     assert listed(histories, catalog) == by_user(events)
     types = [array.dtype for array in (histories.offsets, histories.items, histories.weights, histories.timestamps)]
@@ -131,7 +131,7 @@ def test_an_item_the_catalogue_lacks_is_unk_and_never_a_target() -> None:
     split = make_split(log, catalog, "leave_one_out")
 
     assert catalog.ids(split.test.target) == ["d"]
-    whole = to_histories(log, catalog)
+    whole = to_histories(log.events, catalog)
     assert whole.items[-1] == UNK
     assert training_counts(whole, len(catalog)).tolist() == [1, 1, 1, 1]
 
