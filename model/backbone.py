@@ -229,6 +229,21 @@ class CausalBackbone(Backbone):
             shown.append(neighbours)
         return without_padding(state, items_BT != PAD), shown
 
+    def last_states(self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None) -> Gaussian:
+        """What `final_state` gives, in about half the time: the last layer is asked at each row's last position alone.
+
+        Args:
+            items_BT, weights_BT, timestamps_BT: as in `encode`, at least one real position a row.
+        """
+        state, sight = self.enter(items_BT, weights_BT, times(timestamps_BT, items_BT))
+        *before_last, last_layer = self.layers
+        for layer in before_last:
+            state, _ = layer(state, sight)
+        last_B = (items_BT != PAD).sum(1) - 1
+        asked = Gaussian(*(_at(part, last_B)[:, None] for part in state))
+        final, _ = last_layer(asked, _asked_at(sight, last_B), cast(Any, last_layer).shown(state))
+        return Gaussian(final.mean[:, 0], final.precision[:, 0])
+
     def encode(
         self, items_BT: Tensor, weights_BT: Tensor, timestamps_BT: Tensor | None = None, steps: Steps = filtering
     ) -> Gaussian:
@@ -285,8 +300,31 @@ def last_state(state: Gaussian, items_BT: Tensor) -> Gaussian:
 
 def _at_last(values_BTX: Tensor, items_BT: Tensor) -> Tensor:
     """The values (B,X) at each row's last real position."""
-    last = ((items_BT != PAD).sum(1) - 1).clamp_min(0)[:, None, None].expand(-1, 1, values_BTX.shape[-1])
-    return values_BTX.gather(1, last)[:, 0]
+    return _at(values_BTX, ((items_BT != PAD).sum(1) - 1).clamp_min(0))
+
+
+def _at(values_BTX: Tensor, position_B: Tensor) -> Tensor:
+    """The values (B,X) at one position of each row."""
+    return values_BTX.gather(1, position_B[:, None, None].expand(-1, 1, values_BTX.shape[-1]))[:, 0]
+
+
+def _asked_at(sight: Any, position_B: Tensor) -> Any:
+    """The sight of one position of each row, (B,1,T+1): of all T as before, and of itself last, once.
+
+    Args:
+        sight: `visible` (B,T,T), or relations of such tensors of which `visible` is the first.
+        position_B: which.
+    """
+
+    def asked(relation: Tensor) -> Tensor:
+        row_BT = _at(relation.expand(len(position_B), -1, -1), position_B)
+        return torch.cat([row_BT, row_BT.gather(1, position_B[:, None])], 1)[:, None]
+
+    if isinstance(sight, Tensor):
+        visible = asked(sight)
+        return visible.scatter(2, position_B[:, None, None], False)
+    visible, *others = map(asked, sight)
+    return type(sight)(visible.scatter(2, position_B[:, None, None], False), *others)
 
 
 def without_padding(state: Gaussian, real_BT: Tensor) -> Gaussian:

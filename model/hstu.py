@@ -103,6 +103,11 @@ class HSTULayer(nn.Module):
         value, query, key = (part.reshape(heads).transpose(1, 2) for part in parts)
         return gate, value, query, key
 
+    def shown(self, prior: Gaussian) -> Neighbours:
+        """As `layers.FilteringLayer.shown`."""
+        _, value, _, key = self.project(prior.mean)
+        return Neighbours(key, value, neighbour_precision(prior, self.config))
+
     def bias(self, relations: Relations) -> Tensor:
         """Relative position plus relative time, (B,T,S), one for all heads."""
         return self.position_bias[relations.distance] + self.time_bias[relations.time_bucket]

@@ -92,6 +92,13 @@ class Attention(nn.Module):
             for linear in (self.query, self.key, self.value)
         )
 
+    def show(self, normalised_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """key and value alone, each (B,H,T,C)."""
+        return tuple(
+            linear(normalised_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for linear in (self.key, self.value)
+        )
+
     def shares(self, normalised_BTD: Tensor, neighbour_precision_BS: Tensor, visible_BTS: Tensor) -> Tensor:
         """How much each position hears of each neighbour, (B,H,T,S): the kriging weights."""
         query, key, _ = self.project(normalised_BTD)
@@ -162,6 +169,12 @@ class FilteringLayer(nn.Module):
             )
         return predicted, shown
 
+    def shown(self, prior: Gaussian) -> Neighbours:
+        """What positions show to others, without their being asked."""
+        return Neighbours(
+            *self.attention.show(self.attention.norm(prior.mean)), neighbour_precision(prior, self.config)
+        )
+
     def observe(
         self, prior: Gaussian, normalised_BTD: Tensor, visible_BTS: Tensor, past: Neighbours | None, steps: Steps
     ) -> tuple[Gaussian, Neighbours]:
@@ -210,6 +223,10 @@ class PlainLayer(nn.Module):
         innovation, shown = self.attend(prior, self.attention.norm(prior.mean), visible_BTS, past)
         hidden = prior.mean + innovation
         return Gaussian(hidden + self.drift(self.feed_forward.norm(hidden)), prior.precision), shown
+
+    def shown(self, prior: Gaussian) -> Neighbours:
+        """As `FilteringLayer.shown`."""
+        return Neighbours(*self.attention.show(self.attention.norm(prior.mean)), prior.precision.mean(-1))
 
     def attend(
         self, prior: Gaussian, normalised_BTD: Tensor, visible_BTS: Tensor, past: Neighbours | None

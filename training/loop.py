@@ -9,13 +9,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.backbone import Backbone
+from model.backbone import Backbone, CausalBackbone
 from model.bundle import Event
 from model.filtering import Gaussian
 from training import losses, metrics
@@ -218,16 +218,26 @@ class BatchLoss(nn.Module):
     def __init__(self, model: Backbone, config: OptimizerConfig) -> None:
         super().__init__()
         self.model, self.config = model, config
-        self.encode = torch.compile(model.encode, dynamic=True) if config.compile else model.encode
+        # A row that predicts at its end needs no other position's last state.
+        self.ends_predict = config.prefixes and model.causal
+        encode = cast(CausalBackbone, model).last_states if self.ends_predict else model.encode
+        self.encode = torch.compile(encode, dynamic=True) if config.compile else encode
+
+    def states(self, batch: Batch) -> Gaussian:
+        """The states (R,D) of the positions that predict."""
+        if self.ends_predict:
+            # Rows whose target is unknown predict nothing.
+            rows = batch.positions // batch.items.shape[1]
+            return self.encode(batch.items[rows], batch.weights[rows], batch.timestamps[rows])
+        encoded = self.encode(batch.items, batch.weights, batch.timestamps)
+        return Gaussian(*(part.flatten(0, 1)[batch.positions] for part in encoded))
 
     def forward(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The loss, a scalar; `generator` draws the negatives."""
         device = batch.items.device.type
         # On a CPU the encoder's products are too small and too various to gain: a kernel is compiled for every shape.
         with torch.autocast(device, torch.bfloat16, enabled=self.config.autocast and device != "cpu"):
-            encoded = self.encode(batch.items, batch.weights, batch.timestamps)
-        mean, precision = (part.flatten(0, 1)[batch.positions] for part in encoded)
-        state = Gaussian(mean, precision)
+            state = self.states(batch)
         with torch.autocast(device, torch.bfloat16, enabled=self.config.autocast):
             if self.config.loss == "full":
                 return losses.full_cross_entropy(self.model, state, batch.targets)

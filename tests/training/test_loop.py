@@ -296,6 +296,30 @@ def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights() -> 
     assert torch.equal(model.item_embedding.weight, before)
 
 
+@pytest.mark.parametrize("backbone", ["sasrec", "hstu"])
+@FILTERING
+def test_prefixes_have_the_loss_and_gradient_of_the_same_predictions_from_whole_rows(
+    backbone: str, filtering: bool
+) -> None:
+    split = walks_split(num_users=12)
+    config = SMALL.model_copy(update={"backbone": backbone, "filtering": filtering})
+    model = fresh_model(split, 20, config).eval()
+
+    def loss_and_gradient(prefixes: bool) -> tuple[float, torch.Tensor]:
+        windows = training_windows(split.train, config.max_len, prefixes)
+        chosen = settings(prefixes=prefixes, unknown_rate=0.0)
+        generator = torch.Generator().manual_seed(0)
+        batch = loop.training_batch(model, windows, torch.arange(len(windows)), chosen, generator)
+        model.zero_grad()
+        loss = loop.BatchLoss(model, chosen)(batch, generator)
+        loss.backward()
+        return loss.item(), model.item_embedding.weight.grad.clone()
+
+    (from_rows, row_gradient), (from_prefixes, prefix_gradient) = loss_and_gradient(False), loss_and_gradient(True)
+    assert from_prefixes == pytest.approx(from_rows, rel=1e-5)
+    torch.testing.assert_close(prefix_gradient, row_gradient, rtol=1e-3, atol=1e-6)
+
+
 # The device
 
 
