@@ -11,10 +11,10 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model import filtering
 from model.config import FIRST_ITEM, PAD, UNK, ModelConfig
+from model.dropout import apply_dropout
 from model.filtering import Gaussian
 from model.layers import Neighbours, Steps
 from model.precision import initial_precision
@@ -136,7 +136,7 @@ class Backbone(nn.Module, ABC):
 
     def prior(self, mean_BTD: Tensor, items_BT: Tensor, weights_BT: Tensor) -> Gaussian:
         """The embedded positions with their initial precision; dropout acts on the mean."""
-        dropped = F.dropout(mean_BTD, self.config.dropout, self.training)
+        dropped = apply_dropout(mean_BTD, self.config.dropout, self.training)
         if not self.config.filtering:
             return Gaussian(dropped, torch.full_like(dropped, math.inf))
         embedding = self.item_embedding.weight

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from model import adjoints
 from model.adjoints import gelu_slope, recomputed
+from model.dropout import apply_dropout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -488,7 +489,7 @@ def predict(posterior: Gaussian, dynamics: Dynamics, dropout: float = 0.0) -> Ga
         row_elements=len(w1_gamma),
     )
     shape = posterior.mean.shape
-    return Gaussian(posterior.mean + F.dropout(drift.view(shape), dropout, dropout > 0), precision.view(shape))
+    return Gaussian(posterior.mean + apply_dropout(drift.view(shape), dropout, dropout > 0), precision.view(shape))
 
 
 def _predict(
@@ -572,7 +573,7 @@ def predict_post_norm(posterior: Gaussian, dynamics: Dynamics, dropout: float = 
         row_elements=len(dynamics.w1),
     )
     shape = posterior.mean.shape
-    moved = posterior.mean + F.dropout(drift.view(shape), dropout, dropout > 0)
+    moved = posterior.mean + apply_dropout(drift.view(shape), dropout, dropout > 0)
     moved_state = Gaussian(moved, moved_precision.view(shape))
     return normalise(moved_state, dynamics.ln_weight, dynamics.ln_bias, dynamics.ln_eps)
 
@@ -685,7 +686,7 @@ def _dropout_mask(query_BHTC: Tensor, key_BHSC: Tensor, dropout: float) -> Tenso
     """What dropout multiplies weights (B,H,T,S) by, drawn once so that backward sees the same; None without it."""
     if dropout == 0:
         return None
-    return F.dropout(query_BHTC.new_ones(*query_BHTC.shape[:3], key_BHSC.shape[2]), dropout)
+    return apply_dropout(query_BHTC.new_ones(*query_BHTC.shape[:3], key_BHSC.shape[2]), dropout, dropout > 0)
 
 
 def _at_least_float32(value: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from model import filtering
 from model.backbone import Cache, CausalBackbone
 from model.config import PAD, ModelConfig
+from model.dropout import apply_dropout
 from model.filtering import Gaussian
 from model.layers import Neighbours, Steps, neighbour_precision, process_noise_variance, updated
 
@@ -115,7 +116,7 @@ class HSTULayer(nn.Module):
     def innovation(self, gate_BTD: Tensor, attended_BTD: Tensor) -> Tensor:
         """W_o (U∘LN(AV)) + b_o (B,T,D); dropout acts before W_o."""
         gated = gate_BTD * self.attended_norm(attended_BTD)
-        return self.output(F.dropout(gated, self.config.dropout, self.training))
+        return self.output(apply_dropout(gated, self.config.dropout, self.training))
 
 
 class FilteringHSTULayer(HSTULayer):
@@ -178,7 +179,7 @@ class PlainHSTULayer(HSTULayer):
         attention = filtering.pointwise_attention(
             query, seen.key, self.bias(relations), relations.visible, self.config.attention_norm
         )
-        attention = F.dropout(attention, self.config.attention_dropout, self.training)
+        attention = apply_dropout(attention, self.config.attention_dropout, self.training)
         attended = (attention @ seen.value).transpose(1, 2).flatten(2)
         return Gaussian(prior.mean + self.innovation(gate, attended), prior.precision), shown
 

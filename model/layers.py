@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from model import filtering
 from model.config import ModelConfig
+from model.dropout import apply_dropout
 from model.filtering import Dynamics, Gaussian, KrigedField, Posterior
 
 NO_PROCESS_NOISE = 1e-6
@@ -183,7 +184,7 @@ class FilteringLayer(nn.Module):
         query, key, value = self.attention.project(normalised_BTD)
         shown = Neighbours(key, value, neighbour_precision(prior, self.config))
         field = steps.krige(query, *shown.after(past), visible_BTS, self.config.shrinkage_dof, attention_dropout)
-        innovation = F.dropout(self.attention.output(field.mean), self.config.dropout, self.training)
+        innovation = apply_dropout(self.attention.output(field.mean), self.config.dropout, self.training)
         observed = filtering.observation_precision(field, self.attention.output.weight)
         return updated(prior, innovation, observed, self.config, steps), shown
 
@@ -239,7 +240,7 @@ class PlainLayer(nn.Module):
             query, seen.key, seen.value, visible_BTS[:, None], self.config.attention_dropout if self.training else 0.0
         )
         innovation = self.attention.output(attended.transpose(1, 2).flatten(2))
-        return F.dropout(innovation, self.config.dropout, self.training), shown
+        return apply_dropout(innovation, self.config.dropout, self.training), shown
 
     def shares(self, prior: Gaussian, visible_BTS: Tensor) -> Tensor:
         """As `FilteringLayer.shares`: the attention."""
@@ -251,4 +252,4 @@ class PlainLayer(nn.Module):
 
     def drift(self, normalised_BTD: Tensor) -> Tensor:
         """The feed-forward, what the residual adds."""
-        return F.dropout(self.feed_forward(normalised_BTD), self.config.dropout, self.training)
+        return apply_dropout(self.feed_forward(normalised_BTD), self.config.dropout, self.training)
