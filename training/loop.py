@@ -139,6 +139,7 @@ def train_epoch(
                 f"at step {step} of epoch {state.epoch + 1} the loss is {loss}, its gradient {norm}:"
                 " training diverged; lower training.learning_rate or training.precision_rate_multiple"
             )
+        _set_learning_rates(state.optimizer, config, state.epoch + (step - 1) / steps)
         state.optimizer.step()
         total += loss
         on_step(step, steps, total / step)
@@ -251,10 +252,17 @@ def _dropout_seed(seed: int, epoch: int, step: int, micro_batch: int) -> int:
 def _optimizer(model: Backbone, config: OptimizerConfig) -> torch.optim.Optimizer:
     precision = [p for name, p in model.named_parameters() if name.startswith("initial_precision.")]
     others = [p for name, p in model.named_parameters() if not name.startswith("initial_precision.")]
-    groups: list[dict[str, Any]] = [{"params": others, "weight_decay": config.weight_decay}]
+    groups: list[dict[str, Any]] = [{"params": others, "weight_decay": config.weight_decay, "rate_multiple": 1.0}]
     if precision:
-        groups.append({"params": precision, "lr": config.learning_rate * config.precision_rate_multiple})
-    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True)
+        groups.append({"params": precision, "rate_multiple": config.precision_rate_multiple})
+    return torch.optim.Adam(groups, fused=True)
+
+
+def _set_learning_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig, epochs_done: float) -> None:
+    """Each group's rate, a function of the moment alone: a resumed run has the rates of an unbroken one."""
+    left = 1 - epochs_done / config.epochs if config.schedule == "linear" else 1.0
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate * group["rate_multiple"] * left
 
 
 def _finished(state: TrainState, config: OptimizerConfig) -> bool:

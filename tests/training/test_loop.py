@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.training.golden import make_loss_curve
 from tests.training.histories import SMALL, fresh_model, leave_one_out, successor_walks
@@ -131,6 +132,31 @@ def test_the_seed_decides_the_run() -> None:
 
 def without_time(state: TrainState) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in state.curve]
+
+
+def rates_of_each_step(**changed: object) -> list[tuple[float, float]]:
+    """The learning rates of the weights and of θ at each step of three epochs of four steps."""
+    split = walks_split()
+    seen: list[tuple[float, float]] = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: seen.append(tuple(group["lr"] for group in optimizer.param_groups))
+    )
+    try:
+        fit(fresh_model(split, NUM_ITEMS), split, "next_item", settings(epochs=3, patience=3, **changed))
+    finally:
+        hook.remove()
+    return seen
+
+
+def test_the_learning_rate_stays_as_it_is() -> None:
+    assert rates_of_each_step(precision_rate_multiple=5.0) == [pytest.approx((1e-2, 5e-2))] * 12
+
+
+def test_a_linear_schedule_ends_at_zero_for_the_weights_and_for_theta() -> None:
+    rates = rates_of_each_step(schedule="linear", precision_rate_multiple=5.0)
+
+    weights = np.linspace(1e-2, 0, 12, endpoint=False)
+    assert np.array(rates) == pytest.approx(np.stack([weights, 5 * weights], 1))
 
 
 @pytest.mark.parametrize("loss", ["full", "sampled"])
