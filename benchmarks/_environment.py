@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from training.pipeline import cpu_model
+
 LIBRARIES = ("torch", "onnxruntime", "onnx", "numpy", "polars", "fastapi", "redis")
 
 
@@ -18,7 +20,7 @@ def environment() -> dict[str, Any]:
         text=True,
     )
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -26,9 +28,3 @@ def environment() -> dict[str, Any]:
         "commit": described.stdout.strip() or None,
     }
 
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()

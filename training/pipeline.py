@@ -344,8 +344,10 @@ def cpu_model() -> str:
 
 def fingerprint(config: RunConfig, log: LogFacts) -> str:
     """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
-    when_to_stop: dict[str, Any] = {"training": {"epochs", "max_seconds", "patience"}}
-    text = config.model_dump_json(exclude=PATHS | when_to_stop) + log.sha256
+    when_to_stop = {"epochs", "max_seconds", "patience"}
+    if config.training.schedule != "constant":
+        when_to_stop.remove("epochs")  # they say how fast the learning rate falls
+    text = config.model_dump_json(exclude=PATHS | {"training": when_to_stop}) + log.sha256
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -78,7 +78,14 @@ class TerminalReporter:
 
 
 class JsonReporter:
-    """One JSON object a line: {"time", "kind": "stage" | "epoch", …}. Steps are not printed one by one."""
+    """One JSON object a line: {"time", "kind": "stage" | "epoch", …}. Steps are not printed one by one.
+
+    Args:
+        **always: further fields of every line, which tell several reporters on one screen apart.
+    """
+
+    def __init__(self, **always: Any) -> None:
+        self.always = always
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +105,7 @@ class JsonReporter:
         self._print(kind="epoch", **row)
 
     def _print(self, **fields: Any) -> None:
-        print(json.dumps({"time": round(time.time(), 3), **fields}), file=sys.stderr, flush=True)
+        print(json.dumps({"time": round(time.time(), 3), **self.always, **fields}), file=sys.stderr, flush=True)
 
 
 class SilentReporter(JsonReporter):

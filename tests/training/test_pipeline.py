@@ -229,7 +229,11 @@ def test_resume_goes_on_from_the_checkpoint_of_the_same_data_and_configuration(
     assert epochs_trained(log, True) == [1, 2]
     assert epochs_trained(log, True) == []
     assert epochs_trained(moved, True) == [], "where the log lies does not matter"
+    assert epochs_trained(log, True, "training.epochs=3") == [3], "a finished run goes on for longer"
     assert epochs_trained(log, True, "training.seed=1") == [1, 2], "another run"
+    falling = "training.schedule=linear"
+    assert epochs_trained(log, True, falling) == [1, 2], "another run"
+    assert epochs_trained(log, True, falling, "training.epochs=3") == [1, 2, 3], "the rate would fall otherwise"
     assert epochs_trained(log, False) == [1, 2], "unless asked, a run begins anew"
     moved.write_text(moved.read_text() + "user 0,item 00,5000,5\n")
     assert epochs_trained(moved, True) == [1, 2], "another log"

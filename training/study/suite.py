@@ -1,14 +1,12 @@
 """Which runs the study is made of, and working through them: several at a time, one thread each, none twice."""
 
-import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from training.progress import Reporter
+from training.progress import JsonReporter, Reporter
 from training.study import baselines
 from training.study.controls import SHUFFLED, TEST_NOISE, TRAINING_NOISE
 from training.study.records import BASELINES, run_path
@@ -148,35 +146,8 @@ def _work(run: Run, folders: Folders, data: list[str]) -> str:
     if run.backbone in BASELINES:
         record = baselines.carry_out(run, config, folders.records)
     else:
-        record = carry_out(run, config, folders.records, folders.scratch, NamedReporter(run.name))
+        record = carry_out(run, config, folders.records, folders.scratch, JsonReporter(run=run.name))
     return (
         f"validation NDCG@10 {record.validation['ndcg@10']:.4f}, best epoch {record.best_epoch},"
         f" {record.seconds['total']:.0f} s"
     )
-
-
-class NamedReporter:
-    """One JSON object an epoch on standard error, with the run's name: several runs share the screen."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> "NamedReporter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def stage(self, message: str) -> None:
-        """See `Reporter`."""
-        self._print(message=message)
-
-    def step(self, done: int, total: int, loss: float) -> None:
-        """Not shown."""
-
-    def epoch(self, row: dict[str, float]) -> None:
-        """See `Reporter`."""
-        self._print(**row)
-
-    def _print(self, **fields: object) -> None:
-        print(json.dumps({"run": self.name, **fields}), file=sys.stderr, flush=True)
