@@ -17,6 +17,8 @@ CHUNK_ROWS = 64
 """Rows scored at a time by the full loss: the (rows,N) matrices stay small and in cache."""
 HALF_CHUNK_ROWS = 512
 """The same in bfloat16: a product of few rows wastes the matrix unit."""
+SPREAD_ROWS = 128
+"""Rows whose float32 denominators are held at a time, below the bfloat16 chunk: they take twice the memory."""
 HALF_ROWS_MULTIPLE = 64
 """In bfloat16 rows are filled up to a multiple: a kernel is compiled, and kept, for every number of rows met."""
 LEAST_PROBABILITY = 1e-38
@@ -85,7 +87,7 @@ class OnePassCrossEntropy(torch.autograd.Function):
             if spread_left_RE is not None and spread_right_NE is not None:
                 y_side = _Side(spread_left_RE[filled_R], spread_right_NE, dtype)
                 spread_right_EN = spread_right_NE.T.contiguous()
-                wide = left_RD.new_empty(shape)
+                spread = left_RD.new_empty(min(SPREAD_ROWS, shape[0]), shape[1])
             right_DN = x_side.right.T.contiguous()
             total = left_RD.new_zeros(())
             # Written again in every chunk: fresh memory would cost more than what is computed in it.
@@ -97,8 +99,11 @@ class OnePassCrossEntropy(torch.autograd.Function):
                 torch.mm(x_side.left[rows], right_DN, out=logit)
                 one = torch.ones_like(targets, dtype=left_RD.dtype)
                 if y_side is not None:
-                    y = torch.mm(y_side.exact_left[rows], spread_right_EN, out=wide[: len(targets)])
-                    root = others[0].copy_(y.rsqrt_())
+                    root = others[0]
+                    for spread_left, part in zip(
+                        y_side.exact_left[rows].split(SPREAD_ROWS), root.split(SPREAD_ROWS), strict=True
+                    ):
+                        part.copy_(torch.mm(spread_left, spread_right_EN, out=spread[: len(part)]).rsqrt_())
                     logit.mul_(root)
                     one = root.gather(1, targets).to(left_RD.dtype)
                     spread_one = logit.gather(1, targets) * one.square()
