@@ -109,7 +109,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
             nearest), or a value is not accepted.
         DataError: `data.path` names a data set that is not whole.
     """
-    return override_config({} if path is None else _read_yaml(path), overrides, str(path or "configuration"))
+    return override_config({} if path is None else read_yaml(path, "--config"), overrides, str(path or "configuration"))
 
 
 def override_config(document: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
@@ -163,11 +163,19 @@ def _over(found: datasets.FoundDataset, document: dict[str, Any]) -> dict[str, A
     return {**titles, **document, "data": {**reading, **(document.get("data") or {})}}
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, option: str) -> dict[str, Any]:
+    """A document of keys; 1e-3 is a number, as in YAML 1.2.
+
+    Args:
+        option: of the command line, which named the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no YAML document of keys.
+    """
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a YAML file with --config") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a YAML file with {option}") from error
     document = _parse_yaml(text, str(path))
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected keys such as data, model, training; found {type(document).__name__}")

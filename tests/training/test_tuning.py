@@ -52,6 +52,18 @@ def test_the_first_point_is_tried_first_and_every_value_lies_in_the_space(files:
     assert record["best_val_ndcg@10"] == pytest.approx(best["val_ndcg@10"], abs=1e-6)
 
 
+def test_a_number_may_be_written_with_an_exponent_and_no_point(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(
+        "space: {training.learning_rate: {low: 1e-3, high: 1e-2, log: true}}\nfirst: [{training.learning_rate: 2e-3}]"
+    )
+
+    choices, first = read_space(path)
+
+    assert (choices[0].low, choices[0].high) == (0.001, 0.01)
+    assert first == [{"training.learning_rate": 0.002}]
+
+
 def test_a_study_goes_on_where_it_stopped_and_ends_at_the_number_asked_for(files: dict[str, Path]) -> None:
     first = tuned(files, 1)
     again = tuned(files, 2)
@@ -80,7 +92,14 @@ def test_a_test_target_changes_nothing(files: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["space: [1]", "first: []", "space: {model.width: {lowest: 3}}", "{", "space: {model.width: wide}"]
+    "text",
+    [
+        "space: [1]",
+        "first: []",
+        "space: {model.width: {low: 3, high: 2}}",
+        "space: {model.width: {lowest: 3}}",
+        "space: {model.width: wide}",
+    ],
 )
 def test_what_is_no_search_space_is_refused_by_file_with_the_accepted_form(text: str, tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
@@ -88,6 +107,16 @@ def test_what_is_no_search_space_is_refused_by_file_with_the_accepted_form(text:
 
     with pytest.raises(ConfigError, match=r"(?s)space\.yaml: not a search space.*accepted: `space:`"):
         read_space(path)
+
+
+def test_a_file_that_is_no_yaml_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text("{")
+
+    with pytest.raises(ConfigError, match=r"space\.yaml: not valid YAML"):
+        read_space(path)
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read .* with --space"):
+        read_space(tmp_path / "none.yaml")
 
 
 def test_a_key_that_no_configuration_has_is_refused_with_the_nearest(files: dict[str, Path]) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 import optuna
 import torch
-import yaml
 
 from model.build import build_model
-from training.config import ConfigError, load_config
+from training.config import ConfigError, load_config, read_yaml
 from training.files import write_whole
 from training.loop import fit
 from training.pipeline import PATHS, commit, cpu_model, prepare, versions
@@ -37,6 +36,10 @@ class Choice:
     low: float = 0.0
     high: float = 0.0
     log: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.values and not self.low < self.high:
+            raise ValueError(f"{self.key}: low must be below high")
 
     def suggest(self, trial: optuna.Trial) -> Any:
         """A value for this trial."""
@@ -59,13 +62,13 @@ def read_space(path: Path) -> tuple[list[Choice], list[dict[str, Any]]]:
         ConfigError: the file cannot be read, or a key is neither a list nor a range.
     """
     try:
-        document = yaml.safe_load(path.read_text())
+        document = read_yaml(path, "--space")
         choices = [
-            Choice(key, values=tuple(domain)) if isinstance(domain, list) else Choice(key, **_numbers(domain))
+            Choice(key, values=tuple(domain)) if isinstance(domain, list) else Choice(key, **domain)
             for key, domain in document["space"].items()
         ]
         return choices, list(document.get("first", []))
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{path}: not a search space ({error}); accepted: `space:` with keys such as"
             " `model.width: [64, 128]` or `model.dropout: {low: 0.3, high: 0.7}`, and a list `first:` of points"
@@ -129,7 +132,7 @@ def tune(
     return {
         "recipe": recipe.stem,
         "config": base.model_dump(mode="json", exclude=PATHS),
-        "space": yaml.safe_load(space.read_text())["space"],
+        "space": read_yaml(space, "--space")["space"],
         "data_sha256": prepared.log.sha256,
         "commit": commit(),
         "environment": {"cpu": cpu_model(), "threads": torch.get_num_threads(), **versions()},
@@ -155,8 +158,3 @@ def _trial(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
         "val_ndcg@10": round(max(values), 6) if values else None,
         "seconds": round(trial.duration.total_seconds(), 1) if trial.duration else None,
     }
-
-
-def _numbers(domain: dict[str, Any]) -> dict[str, Any]:
-    """YAML 1.1 reads 5e-4 as text."""
-    return {name: value if isinstance(value, bool) else float(value) for name, value in domain.items()}
