@@ -233,9 +233,9 @@ def report(
         str, typer.Option(metavar="GLOB", help="With --suite: runs whose names match, e.g. 'toys-*-s1'.")
     ] = "*",
     recipes: Annotated[Path, typer.Option(help="With --suite: folder of the recipes.")] = Path("configs/recipes"),
-    scratch: Annotated[Path, typer.Option(help="With --suite: folder of the checkpoints of unfinished runs.")] = Path(
-        "runs/study"
-    ),
+    scratch: Annotated[
+        Path, typer.Option(help="With --suite: folder of unfinished runs' checkpoints and finished ones' weights.")
+    ] = Path("runs/study"),
     as_json: AsJson = False,
 ) -> None:
     """Does filtering help, on which data, for which users and items, how certainly? From run records alone.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from model.backbone import Backbone
 from model.build import build_model
@@ -131,7 +132,7 @@ def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report:
     Args:
         run, config: what to train.
         records: folder of the records.
-        scratch: folder of the checkpoint, from which an interrupted run goes on.
+        scratch: folder of the checkpoint, from which an interrupted run goes on, and of the weights when it has ended.
         report: receives the progress.
 
     Returns:
@@ -175,9 +176,15 @@ def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report:
         changes = _extra(extra, run.seed, model, prepared, calibration, predictions)
         made = record.model_copy(update={"variant": run.extra_variant(extra), "filter": None, **changes})
         write(run_path(records, made.name), made)
+    save_file(model.state_dict(), weights_path(scratch, run.name))
     write(run_path(records, run.name), record)
     checkpoint.unlink(missing_ok=True)
     return record
+
+
+def weights_path(scratch: Path, name: str) -> Path:
+    """Where the weights of a finished run lie: those of its best epoch, by torch's names."""
+    return scratch / f"{name}.safetensors"
 
 
 def keep_dataset(name: str, prepared: Prepared, records: Path) -> None:

@@ -84,7 +84,7 @@ SUITES: dict[str, list[Run]] = {
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a suite finds its recipes, keeps its records, and its checkpoints while a run lasts."""
+    """Where a suite finds its recipes, keeps its records, and (`scratch`) checkpoints and weights."""
 
     recipes: Path
     records: Path
@@ -94,8 +94,8 @@ class Folders:
 def missing(runs: Iterable[Run], records: Path) -> list[Run]:
     """The runs that lack a record, in their order.
 
-    A run that lacks the record of one of its extras alone is among them: weights are not kept, so it is done again, and
-    all its records written anew, so that they tell of one model.
+    A run that lacks the record of one of its extras alone is among them: it is done again, and all its records are
+    written anew, so that they tell of one model.
     """
     return [run for run in runs if not all(run_path(records, name).exists() for name in run.names)]
 

@@ -6,17 +6,30 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from model.build import build_model
 from model.config import FIRST_ITEM
 from tests.training.histories import small_model, targets_of
 from tests.training.study.planted import write_log, write_recipe
 from training.config import ConfigError
-from training.evaluate import score_users
+from training.evaluate import ranks, score_users
+from training.pipeline import prepare
 from training.progress import JsonReporter
 from training.study import runs as runs_module
 from training.study.controls import SHUFFLED, TEST_NOISE, TRAINING_NOISE
-from training.study.records import BASELINES, DatasetRecord, RunRecord, dataset_path, read, read_all, run_path
-from training.study.runs import Run, carry_out
+from training.study.records import (
+    BASELINES,
+    KEPT_RANK,
+    DatasetRecord,
+    RunRecord,
+    dataset_path,
+    read,
+    read_all,
+    run_path,
+)
+from training.study.runs import Run, carry_out, weights_path
 from training.study.suite import DATASETS, PARTS, SUITES, Folders, missing, work_through
 
 MOST_NOISE = "test-noise-40"
@@ -67,6 +80,19 @@ def test_every_extra_has_a_record_with_the_training_of_its_run_and_ranks_of_its_
             assert record.filter is None
     assert f"planted-sasrec-on-{SHUFFLED}-s1" in done.runs
     assert f"planted-sasrec-off-{SHUFFLED}-s1" not in done.runs
+
+
+def test_the_weights_kept_are_those_that_the_record_tells_of(done: Done, runs: list[Run]) -> None:
+    run = runs[1]
+    config = run.config(done.folder / "recipes", [f"data.path={done.folder / 'log.txt'}"])
+    prepared = prepare(config)
+    model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
+    model.load_state_dict(load_file(weights_path(done.folder / "scratch", run.name)))
+
+    found = ranks(score_users(model, prepared.split.test.history, prepared.event), prepared.split.test)
+
+    assert np.where(found <= KEPT_RANK, found, np.inf).tolist() == done.runs[run.name].ranks(len(found)).tolist()
+    assert list((done.folder / "scratch").glob("*.pt")) == []
 
 
 @pytest.mark.parametrize("side", ["off", "on"])
