@@ -68,7 +68,8 @@ def fit_confidence(
     names = tuple(name for name, column in columns.items() if np.isfinite(column).all() and column.std() > 1e-9)
     design = np.stack([columns[name] for name in names], 1)
     mean, std = design.mean(0), design.std(0)
-    weights, bias = _fit_logistic((design - mean) / std, hit[usable].astype(np.float64), names)
+    never_falls = np.array([name == "logit_probability" for name in names])
+    weights, bias = fit_logistic((design - mean) / std, hit[usable].astype(np.float64), never_falls)
     return Calibration(
         event=event,
         temperature=temperature,
@@ -81,8 +82,19 @@ def fit_confidence(
     )
 
 
-def _fit_logistic(design: np.ndarray, hit: np.ndarray, names: tuple[str, ...]) -> tuple[np.ndarray, float]:
-    """Weights and bias; the weight of the probability stays ≥ 0: the confidence never falls with it."""
+def fit_logistic(
+    design: np.ndarray, hit: np.ndarray, nonnegative: np.ndarray | None = None
+) -> tuple[np.ndarray, float]:
+    """Weights and bias of P(hit) = σ(bias + design·weights), by maximum likelihood with a slight ridge.
+
+    Args:
+        design: (R,F), columns of mean 0 and deviation 1.
+        hit: (R,) 0 or 1.
+        nonnegative: (F,) bool, whose weights stay ≥ 0; None: no one's.
+
+    Returns:
+        weights (F,) and the bias.
+    """
 
     def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
         weights, bias = parameters[:-1], parameters[-1]
@@ -92,7 +104,8 @@ def _fit_logistic(design: np.ndarray, hit: np.ndarray, names: tuple[str, ...]) -
         return float(value), np.append(design.T @ error + RIDGE * weights, error.sum())
 
     start = np.append(np.zeros(design.shape[1]), np.log(max(hit.mean(), 1e-6)))
-    bounds = [(0.0, None) if name == "logit_probability" else (None, None) for name in names] + [(None, None)]
+    floors = np.zeros(design.shape[1], bool) if nonnegative is None else nonnegative
+    bounds = [(0.0 if floor else None, None) for floor in floors] + [(None, None)]
     fitted = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds)
     return fitted.x[:-1], float(fitted.x[-1])
 
