@@ -4,7 +4,7 @@ The whole catalogue is ranked (never sampled negatives), seen items at −inf wh
 special tokens never, ties as half a place. U users · N catalogue items · K list length
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from model.backbone import Backbone
 from model.bundle import Bundle, Calibration, Event, confidence_features
 from model.config import FIRST_ITEM
 from training import metrics
-from training.batches import collate, serving_windows
+from training.batches import Batch, collate, serving_windows
 from training.distributed import ALONE, World
 from training.splits import Histories, Targets
 
@@ -67,6 +67,11 @@ class Predictions:
         )
 
 
+Scorer = Callable[[Batch], tuple[torch.Tensor, torch.Tensor, np.ndarray]]
+"""A batch of serving windows → logit and variance of the whole catalogue, each (B,N), and the final state's mean
+precision (B,)."""
+
+
 @torch.no_grad()
 def score_users(
     model: Backbone, histories: Histories, event: Event, world: World = ALONE, seen: Histories | None = None
@@ -80,16 +85,40 @@ def score_users(
         world: the processes that share the users.
         seen: the same users' events that `next_new_item` rules out; None: those that the model reads.
     """
-    ruled_out = histories if seen is None else seen
     model.eval()
-    windows = serving_windows(histories, model.config.max_len)
-    for users in world.share(windows.num_inputs.argsort(stable=True).split(CHUNK_USERS)):
-        batch = collate(windows, users).to(model.log_count.device)
+
+    def score(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        batch = batch.to(model.log_count.device)
         final = model.final_state(batch.items, batch.weights, batch.timestamps)
         scores = model.score(final)
         logit, variance, precision = (tensor.cpu() for tensor in (scores.logit, scores.variance, final.precision))
+        return logit, variance, precision.mean(-1).numpy()
+
+    yield from score_users_by(score, histories, event, model.config.max_len, world, seen)
+
+
+@torch.no_grad()
+def score_users_by(
+    score: Scorer,
+    histories: Histories,
+    event: Event,
+    max_len: int,
+    world: World = ALONE,
+    seen: Histories | None = None,
+) -> Iterator[ScoredUsers]:
+    """`score_users` by anything that scores a batch.
+
+    Args:
+        score: what scores; of windows of at most `max_len` events.
+        histories, event, world, seen: see `score_users`.
+        max_len: L.
+    """
+    ruled_out = histories if seen is None else seen
+    windows = serving_windows(histories, max_len)
+    for users in world.share(windows.num_inputs.argsort(stable=True).split(CHUNK_USERS)):
+        logit, variance, mean_precision = score(collate(windows, users))
         _rule_out_seen(logit, ruled_out, users, event)
-        yield ScoredUsers(users.numpy(), logit, variance, precision.mean(-1).numpy())
+        yield ScoredUsers(users.numpy(), logit, variance, mean_precision)
 
 
 def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[ScoredUsers]:
@@ -99,9 +128,8 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
         for graph in ("encoder", "ranker")
     )
     num_items = bundle.manifest.num_items
-    windows = serving_windows(histories, bundle.manifest.model.max_len)
-    for users in windows.num_inputs.argsort(stable=True).split(CHUNK_USERS):
-        batch = collate(windows, users)
+
+    def score(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         mean, precision = encoder.run(
             ["mean", "precision"],
             {
@@ -110,7 +138,7 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
                 "timestamps": batch.timestamps.numpy(),
             },
         )
-        none = np.zeros((len(users), 1), np.int64)
+        none = np.zeros((len(mean), 1), np.int64)
         numbers, logit, variance, mean_precision = ranker.run(
             ["items", "logit", "score_variance", "mean_precision"],
             {
@@ -126,8 +154,9 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
         )
         by_row = np.argsort(numbers, axis=1)
         logit, variance = (torch.from_numpy(np.take_along_axis(values, by_row, 1)) for values in (logit, variance))
-        _rule_out_seen(logit, histories, users, bundle.calibration.event)
-        yield ScoredUsers(users.numpy(), logit, variance, mean_precision)
+        return logit, variance, mean_precision
+
+    return score_users_by(score, histories, bundle.calibration.event, bundle.manifest.model.max_len)
 
 
 def _rule_out_seen(logit: torch.Tensor, histories: Histories, users: torch.Tensor, event: Event) -> None:
