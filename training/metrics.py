@@ -65,7 +65,7 @@ def expected_calibration_error(confidence: np.ndarray, hit: np.ndarray, num_bins
     Args:
         confidence, hit: flat arrays of equal length; hit is 0 or 1.
     """
-    bins = _equal_mass_bins(confidence, num_bins)
+    bins = equal_mass_bins(confidence, num_bins)
     gaps = np.bincount(bins, confidence) - np.bincount(bins, hit)
     return float(np.abs(gaps).sum() / len(confidence))
 
@@ -80,7 +80,7 @@ def ece_null_interval(
     """
     generator = np.random.default_rng(seed)
     edges = np.cumsum(confidence_UK / np.maximum(confidence_UK.sum(1, keepdims=True), 1), axis=1)
-    bins_UK = _equal_mass_bins(confidence_UK.ravel(), num_bins).reshape(confidence_UK.shape)
+    bins_UK = equal_mass_bins(confidence_UK.ravel(), num_bins).reshape(confidence_UK.shape)
     stated = np.bincount(bins_UK.ravel(), confidence_UK.ravel(), minlength=num_bins)
     draws = []
     for _ in range(RESAMPLES):
@@ -101,7 +101,7 @@ def brier_skill(confidence: np.ndarray, hit: np.ndarray) -> float:
     return float(1 - np.mean((confidence - hit) ** 2) / base) if base > 0 else 0.0
 
 
-def _equal_mass_bins(confidence: np.ndarray, num_bins: int) -> np.ndarray:
+def equal_mass_bins(confidence: np.ndarray, num_bins: int) -> np.ndarray:
     """The bin of each entry: as many entries in each, by rising confidence."""
     bins = np.empty(len(confidence), np.int64)
     for index, part in enumerate(np.array_split(np.argsort(confidence, kind="stable"), num_bins)):

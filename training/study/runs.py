@@ -117,7 +117,7 @@ def describe_dataset(name: str, prepared: Prepared) -> DatasetRecord:
         name=name,
         data={**prepared.log.summary(), **prepared.split.summary()},
         event=prepared.event,
-        history_length=_training_events(prepared.split).tolist(),
+        history_length=training_events(prepared.split).tolist(),
         target_count=counts[test.target - FIRST_ITEM].tolist(),
         impossible=_impossible(test, prepared.event).tolist(),
         training_counts=counts.tolist(),
@@ -278,7 +278,7 @@ def ranked(ranks_U: np.ndarray) -> dict[str, Any]:
 def list_figures(items_UK: np.ndarray, prepared: Prepared) -> dict[str, ListFigures]:
     """What lists (U,K) of item numbers recommend: of all test users, and of each stratum of users."""
     counts = prepared.catalog.training_counts
-    by_user = strata.members(_training_events(prepared.split), strata.USER_STRATA)
+    by_user = strata.members(training_events(prepared.split), strata.USER_STRATA)
     rows_UK = items_UK - FIRST_ITEM
 
     def figures(users: np.ndarray) -> ListFigures:
@@ -317,7 +317,7 @@ def filter_figures(model: Backbone, prepared: Prepared) -> dict[str, Any]:
     return figures
 
 
-def _training_events(split: Split) -> np.ndarray:
+def training_events(split: Split) -> np.ndarray:
     """(U,) events of positive weight in training of each test user."""
     row = {user_id: index for index, user_id in enumerate(split.train.user_ids)}
     lengths = evaluate.num_events(split.train)

@@ -1,0 +1,118 @@
+"""What a judgement of confidences keeps: one JSON file a data set, from which its tables and figures are made."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from training.study.records import read, write
+
+__all__ = ["ConfidenceRecord", "read", "write"]
+
+
+class _Part(BaseModel):
+    """Strict, and frozen once made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Interval(_Part):
+    """A number and its 95 % interval, users resampled."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval lies on one side of 0."""
+        return self.low > 0 or self.high < 0
+
+
+class Likelihood(_Part):
+    """Of the true next item, where the event allows it, in nats; lower is better."""
+
+    users: int
+    model: Interval
+    popularity: Interval
+    uniform: float
+    popularity_minus_model: Interval
+
+
+class ItemConfidence(_Part):
+    """Of the places of lists: whether the confidence is the rate of hits."""
+
+    places: int
+    mean_confidence: float
+    hit_rate: float
+    ece: Interval
+    ece_null: tuple[float, float]
+    """Between these the ECE of a perfectly calibrated model would fall 95 times in 100."""
+    brier_skill: Interval | None
+    """Against the constant base rate; None where nothing was hit."""
+
+
+class ListConfidence(_Part):
+    """Of whole lists: whether the sum of the confidences is the rate of hits, and whom it picks out."""
+
+    users: int
+    stated: float
+    realised: float
+    slope: Interval | None
+    decile_stated: tuple[float, ...]
+    decile_realised: tuple[float, ...]
+    chi_square: float
+    p_value: float
+    aurc: Interval
+    hit_rate_at: dict[str, float]
+    """Share of the users, surest first → HR@10."""
+    ndcg_at: dict[str, float]
+
+
+class Comparison(_Part):
+    """A confidence for the hit of a list, and what the compared one has over it."""
+
+    name: str
+    kind: Literal["served", "signal", "combination", "system"]
+    hit_rate: float
+    """Of the list that it speaks of."""
+    aurc: Interval
+    log_loss: Interval
+    aurc_difference: Interval | None
+    """This one's less the served model's full combination: above 0, the latter is better."""
+    log_loss_difference: Interval | None
+    cost: float | None
+    """Seconds to score the test users, as a multiple of the served model's; None: nothing beside it."""
+
+
+class ConfidenceRecord(_Part):
+    """How the confidences of one bundle did on the test users of one data set."""
+
+    format: Literal[1] = 1
+    dataset: str
+    data: dict[str, Any]
+    event: Literal["next_new_item", "next_item"]
+    model: str
+    models: dict[str, Any]
+    """Name of each model that took part → where it comes from."""
+    temperature: float
+    commit: str | None
+    environment: dict[str, Any]
+    seconds: float
+    likelihood: Likelihood
+    items: ItemConfidence
+    lists: ListConfidence
+    risk_curve: dict[str, list[float]]
+    """`coverage`, and the risk 1 − HR@10 at each under `served` and, if there is one, `plain`."""
+    reliability_curve: dict[str, list[float]]
+    """Of the places of lists, in bins of equal mass: `stated`, `realised`."""
+    by_user: dict[str, ListConfidence]
+    by_user_items: dict[str, ItemConfidence]
+    by_item: dict[str, ItemConfidence]
+    """Places of lists by the training uses of the listed item."""
+    comparisons: tuple[Comparison, ...]
+
+
+def record_path(folder: Path, dataset: str) -> Path:
+    """Where the record of a data set lies."""
+    return folder / f"calibration-{dataset}.json"
