@@ -112,7 +112,7 @@ def likelihood(predictions: Predictions, prepared: Prepared) -> Likelihood:
         model=_interval(mean_estimate(model[possible])),
         popularity=_interval(mean_estimate(popularity[possible])),
         uniform=float(np.log(len(counts))),
-        popularity_minus_model=_interval(mean_estimate((popularity - model)[possible])),
+        popularity_minus_model=_interval(mean_estimate(popularity[possible] - model[possible])),
     )
 
 

@@ -1,0 +1,214 @@
+"""Judging: a planted confidence is found true, a planted lie is found out, and precision is credited only when it tells
+something."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from model.bundle import Calibration
+from model.config import FIRST_ITEM
+from tests.training.histories import SMALL, fresh_model, leave_one_out, successor_walks, targets_of
+from training import metrics
+from training.catalog import Catalog
+from training.confidence import measures
+from training.confidence.judge import (
+    FREE_FITTED,
+    FULL,
+    LEAST_USERS,
+    PLAIN,
+    Said,
+    comparisons,
+    item_confidence,
+    judge,
+    likelihood,
+    list_confidence,
+    stated,
+)
+from training.confidence.paid import mc_dropout
+from training.evaluate import LIST_LENGTH, Predictions, score_users, score_users_by
+from training.pipeline import Prepared, calibrate
+from training.splits import Histories, Split, training_counts
+
+NUM_ITEMS = 40
+COUNTS = np.arange(NUM_ITEMS)
+CONSTANT = Calibration(
+    event="next_item", temperature=1.0, variance_scale=0.0, features=(), mean=(), std=(), weights=(), bias=-4.0
+)
+"""Every place has the confidence σ(−4)."""
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for what is told apart here."""
+    monkeypatch.setattr(measures, "RESAMPLES", 200)
+
+
+def planted(num_users: int, by_precision: float, seed: int, precise: bool = True) -> Predictions:
+    """Users whose list is hit by σ(−2 + a free signal + `by_precision` times the logarithm of the precision)."""
+    generator = np.random.default_rng(seed)
+    free, log_precision = generator.normal(size=num_users), generator.normal(size=num_users)
+    hit = generator.random(num_users) < 1 / (1 + np.exp(2 - free - by_precision * log_precision))
+    place = generator.integers(0, LIST_LENGTH, num_users)
+    top = np.log(0.1) + 0.3 * free
+    listed = top[:, None] - 0.2 * np.arange(LIST_LENGTH)
+    return Predictions(
+        rank=np.where(hit, place + 1.0, 30.0),
+        log_probability=listed[np.arange(num_users), place],
+        entropy=generator.normal(size=num_users),
+        mean_precision=np.exp(log_precision) if precise else np.full(num_users, np.inf),
+        num_events=generator.integers(3, 20, num_users),
+        items=np.tile(np.arange(LIST_LENGTH) + FIRST_ITEM, (num_users, 1)),
+        list_log_probability=listed,
+        list_variance=np.ones((num_users, LIST_LENGTH)),
+        hit=hit[:, None] & (np.arange(LIST_LENGTH) == place[:, None]),
+    )
+
+
+def said(by_precision: float, num_users: int = 3000, seed: int = 1, precise: bool = True) -> Said:
+    return Said(
+        temperature=1.0,
+        validation=planted(num_users, by_precision, seed, precise),
+        test=planted(num_users, by_precision, seed + 100, precise),
+        seconds=2.0,
+    )
+
+
+@pytest.mark.parametrize(("by_precision", "adds"), [(1.0, True), (0.0, False)])
+def test_precision_is_credited_with_what_it_tells_and_with_nothing_else(by_precision: float, adds: bool) -> None:
+    found = {one.name: one for one in comparisons(said(by_precision), CONSTANT, {}, COUNTS)}
+
+    free = found[FREE_FITTED]
+    assert free.log_loss_difference is not None
+    assert free.aurc_difference is not None
+    assert (free.log_loss_difference.low > 0) == adds
+    assert (free.aurc_difference.low > 0) == adds
+    assert found[FULL].log_loss_difference is None
+    # A confidence that says the same of all has the risk itself as its area.
+    assert found["served list confidence"].aurc.value == pytest.approx(1 - found[FULL].hit_rate)
+    assert found["entropy"].aurc.value == pytest.approx(1 - found[FULL].hit_rate, abs=0.04), "a signal of nothing"
+
+
+def test_a_model_without_precision_has_no_combination_with_it() -> None:
+    names = [one.name for one in comparisons(said(0.0, 400, precise=False), CONSTANT, {}, COUNTS)]
+
+    assert FULL not in names
+    assert "precision" not in names
+
+
+def test_a_system_is_judged_by_its_own_list_and_told_what_it_costs() -> None:
+    other = said(0.0, seed=7, precise=False)
+    slow = Said(other.temperature, other.validation, other.test, 40.0)
+    found = {one.name: one for one in comparisons(said(1.0), CONSTANT, {"twenty passes": slow}, COUNTS)}
+
+    assert found["twenty passes"].kind == "system"
+    assert found["twenty passes"].cost == 20
+    assert found["twenty passes"].hit_rate == (other.test.rank <= 10).mean()
+    assert found["twenty passes"].log_loss_difference is None
+
+
+def hits(confidence_UK: np.ndarray, seed: int) -> np.ndarray:
+    """At most one hit a list, drawn by the confidences."""
+    draws = np.random.default_rng(seed).random((len(confidence_UK), 1))
+    place: np.ndarray = (draws >= confidence_UK.cumsum(1)).sum(1)
+    hit: np.ndarray = np.arange(confidence_UK.shape[1]) == place[:, None]
+    return hit
+
+
+def test_a_calibrated_confidence_lies_inside_its_null_interval_and_has_skill() -> None:
+    confidence = np.random.default_rng(1).beta(0.5, 20, (8000, 10))
+    hit = hits(confidence, 2)
+    found = item_confidence(confidence, hit)
+
+    assert found.ece.value == pytest.approx(metrics.expected_calibration_error(confidence.ravel(), hit.ravel()))
+    assert found.ece_null[0] <= found.ece.value <= found.ece_null[1]
+    assert found.brier_skill is not None
+    assert found.brier_skill.value == pytest.approx(metrics.brier_skill(confidence.ravel(), hit.ravel()))
+    assert found.brier_skill.low > 0
+    doubled = item_confidence(np.minimum(2 * confidence, 1), hit)
+    assert doubled.ece.low > doubled.ece_null[1]
+
+
+def test_places_of_some_items_are_judged_by_their_own_confidences() -> None:
+    confidence = np.random.default_rng(3).beta(0.5, 20, (6000, 10))
+    hit = hits(confidence, 4)
+    chosen = np.random.default_rng(5).random((6000, 10)) < 0.3
+    found = item_confidence(confidence, hit, chosen)
+
+    assert found.places == chosen.sum()
+    assert found.mean_confidence == pytest.approx(confidence[chosen].mean())
+    assert found.hit_rate == pytest.approx(hit[chosen].mean())
+    assert found.ece.value == pytest.approx(
+        metrics.expected_calibration_error(confidence[chosen], hit[chosen]), rel=1e-9
+    )
+    assert found.ece_null[0] <= found.ece.value <= found.ece_null[1]
+
+
+def test_a_list_is_stated_as_the_sum_of_its_places_and_judged_at_each_coverage() -> None:
+    confidence = np.random.default_rng(6).beta(0.5, 20, (9000, 10))
+    place = hits(confidence, 7)
+    rank = np.where(place.any(1), place.argmax(1) + 1.0, 99.0)
+    found = list_confidence(stated(confidence), rank)
+
+    surest = np.argsort(-stated(confidence))[:1800]
+    assert found.stated == pytest.approx(np.minimum(confidence.sum(1), 1).mean())
+    assert found.hit_rate_at["20%"] == pytest.approx((rank[surest] <= 10).mean())
+    assert found.ndcg_at["20%"] == pytest.approx(np.where(rank[surest] <= 10, 1 / np.log2(1 + rank[surest]), 0).mean())
+    assert found.p_value > 1e-3
+    assert found.slope is not None
+    assert found.slope.low < 1 < found.slope.high
+
+
+def test_the_likelihood_stands_beside_popularitys() -> None:
+    walks = [[4, 5, 6], [7, 8, 9]]
+    split = leave_one_out([[item + 1 for item in walk] for walk in walks])
+    prepared = small_prepared(split, 8)
+    predictions = planted(2, 0.0, 1)
+
+    found = likelihood(predictions, prepared)
+
+    counts = prepared.catalog.training_counts + 1
+    target = split.test.target - FIRST_ITEM
+    left = [counts.sum() - counts[[item - FIRST_ITEM for item in walk[:-1]]].sum() for walk in [[5, 6, 7], [8, 9, 10]]]
+    assert found.popularity.value == pytest.approx(-np.log(counts[target] / np.array(left)).mean())
+    assert found.model.value == pytest.approx(-predictions.log_probability.mean())
+    assert found.uniform == pytest.approx(stats.uniform(0, 8).entropy())
+
+
+def small_prepared(split: Split[Histories], num_items: int) -> Prepared:
+    catalog = Catalog.from_ids([f"i{row}" for row in range(num_items)])
+    counted = catalog.with_training_counts(training_counts(split.train, num_items))
+    return Prepared(log=None, catalog=counted, split=split, event="next_new_item")  # type: ignore[arg-type]
+
+
+def test_a_whole_judgement_of_a_small_model() -> None:
+    split = leave_one_out(successor_walks(num_users=3 * LEAST_USERS, num_items=NUM_ITEMS, length=7))
+    prepared = small_prepared(split, NUM_ITEMS)
+    model = fresh_model(split, NUM_ITEMS)
+    plain = fresh_model(split, NUM_ITEMS, SMALL.model_copy(update={"filtering": False, "dropout": 0.2}))
+
+    found = judge(
+        lambda histories: score_users(model, histories, "next_new_item"),
+        calibrate(model, prepared),
+        prepared,
+        {
+            PLAIN: lambda histories: score_users(plain, histories, "next_new_item"),
+            "dropout": lambda histories: score_users_by(
+                mc_dropout(plain, 2), histories, "next_new_item", SMALL.max_len
+            ),
+        },
+    )
+
+    assert [one.name for one in found["comparisons"]][-2:] == [PLAIN, "dropout"]
+    assert found["lists"].users == 3 * LEAST_USERS
+    assert list(found["by_user"]) == ["4–5"]
+    assert set(found["risk_curve"]) == {"coverage", "served", PLAIN}
+    assert found["risk_curve"]["served"][-1] == pytest.approx(1 - found["lists"].realised)
+
+
+def test_one_user_has_a_target_that_the_event_rules_out_and_counts_not() -> None:
+    targets = targets_of([[5, 6], [7, 8]], [5, 9])
+    split = Split(name="leave_one_out", train=targets.history, validation=targets, test=targets)
+    predictions = planted(2, 0.0, 1)
+    predictions.log_probability[0] = -np.inf
+
+    assert likelihood(predictions, small_prepared(split, 6)).users == 1
