@@ -27,4 +27,3 @@ def environment() -> dict[str, Any]:
         "versions": {library: importlib.metadata.version(library) for library in LIBRARIES},
         "commit": described.stdout.strip() or None,
     }
-

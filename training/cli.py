@@ -197,6 +197,60 @@ def explain(
 
 
 @app.command()
+def calibrate(
+    bundle: Annotated[Path, typer.Option(help="The bundle whose confidences are judged: a folder or a registry.")],
+    data: Annotated[Path, typer.Option(help="The log that it was trained on, or the name of a data set.")],
+    plain: Annotated[
+        Path | None, typer.Option(help="A bundle without filtering, trained on the same log, to compare with.")
+    ] = None,
+    ensemble: Annotated[
+        list[Path] | None, typer.Option(help="Bundles whose mean is compared; name the option once for each.")
+    ] = None,
+    dropout_passes: Annotated[
+        int, typer.Option(min=0, help="Passes of MC dropout, to compare with (of --plain if given); 0: none.")
+    ] = 0,
+    record: Annotated[
+        Path | None, typer.Option(help="Where the record goes. Default: OUT/calibration-DATA.json.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--report", help="Folder for confidence.md and its figures.")] = Path(
+        "runs/confidence"
+    ),
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=HOW_TO_READ)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How true a bundle's confidences are on test users, and what precision adds to confidences that come for free.
+
+    Writes a report with tables and figures, and the record from which they are made.
+    """
+    with _errors_as_messages():
+        opened, *others = (
+            open_bundle(registries.resolve(path)) for path in (bundle, *([plain] if plain else []), *(ensemble or []))
+        )
+        log = _data_config(opened, data, overrides)
+        from training.confidence.bundles import judge_bundle
+        from training.confidence.records import record_path
+        from training.confidence.report import write_report
+        from training.study.records import write
+
+        with reporter() as progress:
+            found = judge_bundle(
+                opened,
+                log,
+                data.stem,
+                others.pop(0) if plain else None,
+                others,
+                dropout_passes,
+                progress,
+            )
+            files = write_report(found, out)
+            kept = record or record_path(out, found.dataset)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write(kept, found)
+    result = {"record": str(kept), "files": [str(path) for path in files], **found.model_dump(mode="json")}
+    _print(result if as_json else f"{files[0]}", as_json)
+
+
+@app.command()
 def report(
     records: Annotated[
         Path | None,

@@ -220,12 +220,24 @@ def evaluate_bundle(bundle: Bundle, data: DataConfig) -> dict[str, Any]:
     Raises:
         DataError: the log cannot be read, or has no test user whose target the bundle knows.
     """
-    catalog = Catalog.of_bundle(bundle)
+    prepared = prepare_for(bundle, data)
+    scored = evaluate.score_users_by_bundle(bundle, prepared.split.test.history)
+    return _figures(scored, prepared.split.test, bundle.calibration, Catalog.of_bundle(bundle).training_counts)
+
+
+def prepare_for(bundle: Bundle, data: DataConfig) -> Prepared:
+    """A log, split as the bundle's was, its items numbered as the bundle numbers them.
+
+    Items that the bundle does not know are read as UNK; they cannot be targets. Training counts are those of this log.
+
+    Raises:
+        DataError: the log cannot be read, or has no test user whose target the bundle knows.
+    """
     with tempfile.TemporaryDirectory() as shards:
-        _, _, split = _read_split(data, bundle.manifest.data["split"], Path(shards), catalog)
+        split_name = bundle.manifest.data["split"]
+        log, catalog, split = _read_split(data, split_name, Path(shards), Catalog.of_bundle(bundle))
     _require(data.path, split, "test", len(split.test))
-    scored = evaluate.score_users_by_bundle(bundle, split.test.history)
-    return _figures(scored, split.test, bundle.calibration, catalog.training_counts)
+    return Prepared(log, catalog, split, bundle.manifest.event)
 
 
 def publish(

@@ -5,10 +5,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from training.study.records import read, write
-
-__all__ = ["ConfidenceRecord", "read", "write"]
-
 
 class _Part(BaseModel):
     """Strict, and frozen once made."""

@@ -1,0 +1,82 @@
+"""`bft-train calibrate` on the small bundle: its record, its report, and how it fails."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from model import registry
+from model.bundle import open_bundle
+from tests.training.conftest import TrainedRun, bft_train
+from training.confidence.records import ConfidenceRecord
+from training.confidence.report import REPORT, markdown
+from training.study.records import read
+
+
+@pytest.fixture(scope="module")
+def judged(trained: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a report in which the bundle stands for every other system, too."""
+    out = tmp_path_factory.mktemp("confidence")
+    others = ["--plain", trained.registry, "--ensemble", trained.registry, "--ensemble", trained.registry]
+    paid = [*others, "--dropout-passes", "2"]
+    done = bft_train("calibrate", "--bundle", trained.registry, "--data", trained.log, "--report", out, *paid, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [Path(path).name for path in told["files"]] == [REPORT, "reliability.png", "risk-coverage.png"]
+    return out
+
+
+def record(judged: Path) -> ConfidenceRecord:
+    return read(judged / "calibration-log.json", ConfidenceRecord)
+
+
+def test_the_record_has_the_figures_that_training_found(judged: Path, trained: TrainedRun) -> None:
+    found = record(judged)
+    figures = trained.figures
+
+    assert found.items.ece.value == pytest.approx(figures["ece@10"], rel=1e-3)
+    assert found.items.mean_confidence == pytest.approx(figures["mean_confidence"], rel=1e-4)
+    assert found.likelihood.model.value == pytest.approx(figures["nll"], rel=1e-4)
+    assert found.lists.realised == pytest.approx(figures["hr@10"])
+    assert found.models["served"] == open_bundle(registry.resolve(trained.registry)).manifest.version
+
+
+def test_a_system_that_is_the_served_model_differs_in_nothing(judged: Path) -> None:
+    found = {one.name: one for one in record(judged).comparisons}
+
+    for name in ("plain", "ensemble of 2"):
+        assert found[name].hit_rate == pytest.approx(found["served list confidence"].hit_rate, abs=0.01)
+    difference = found["plain"].aurc_difference
+    assert difference is not None
+    assert (difference.value, difference.low, difference.high) == (0, 0, 0)
+
+
+def test_the_report_is_made_of_the_record_alone(judged: Path) -> None:
+    text = (judged / REPORT).read_text()
+
+    assert text == markdown(record(judged))
+    assert "MC dropout, 2 passes" in text
+    assert all((judged / name).stat().st_size > 1000 for name in ("reliability.png", "risk-coverage.png"))
+
+
+def test_a_bundle_of_another_catalogue_is_refused_by_name(trained: TrainedRun, tmp_path: Path) -> None:
+    shutil.copytree(registry.resolve(trained.registry), tmp_path / "other")
+    manifest = json.loads((tmp_path / "other" / "manifest.json").read_text())
+    (tmp_path / "other" / "manifest.json").write_text(json.dumps({**manifest, "lineage": "0" * 16}))
+
+    done = bft_train(
+        "calibrate",
+        "--bundle",
+        trained.registry,
+        "--data",
+        trained.log,
+        "--plain",
+        tmp_path / "other",
+        "--report",
+        tmp_path,
+    )
+
+    assert done.returncode == 2
+    assert "other: " in done.stderr
+    assert not (tmp_path / REPORT).exists()
