@@ -110,7 +110,7 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
                 "timestamps": batch.timestamps.numpy(),
             },
         )
-        none = np.zeros((len(users), 1), np.int64)
+        none, no_floats = np.zeros((len(users), 1), np.int64), np.empty(0, np.float32)
         numbers, logit, variance, mean_precision = ranker.run(
             ["items", "logit", "score_variance", "mean_precision"],
             {
@@ -122,6 +122,11 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
                 "k": np.array([num_items]),
                 "temperature": np.array(bundle.calibration.temperature, np.float32),
                 "variance_scale": np.array(bundle.calibration.variance_scale, np.float32),
+                "order_rows": np.empty(0, np.int64),
+                "order_mean": mean[:0],
+                "order_precision": precision[:0],
+                "order_shrinkage": no_floats,
+                "order_kappa": no_floats,
             },
         )
         by_row = np.argsort(numbers, axis=1)

@@ -209,8 +209,13 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
         "k": [1],
         "temperature": [],
         "variance_scale": [],
+        "order_rows": ["num_ordered"],
+        "order_mean": ["num_ordered", width],
+        "order_precision": ["num_ordered", width],
+        "order_shrinkage": ["num_ordered"],
+        "order_kappa": ["num_ordered"],
     }
-    listed = ("items", "logit", "score_mean", "score_variance", "reliability")
+    listed = ("items", "order_key", "logit", "score_mean", "score_variance", "reliability")
     per_user = ("log_partition", "entropy", "mean_precision")
     assert axes(ranker.output) == {name: ["batch", "k"] for name in listed} | {name: ["batch"] for name in per_user}
 
@@ -280,6 +285,16 @@ def numbers(rows: list[list[int]]) -> NDArray[np.int64]:
     return padded
 
 
+NO_ORDER: Arrays = {
+    "order_rows": np.empty(0, np.int64),
+    "order_mean": np.empty((0, small_config().width), np.float32),
+    "order_precision": np.empty((0, small_config().width), np.float32),
+    "order_shrinkage": np.empty(0, np.float32),
+    "order_kappa": np.empty(0, np.float32),
+}
+"""Every list by its own logit."""
+
+
 def rank(
     exported: Exported,
     state: Arrays,
@@ -287,6 +302,7 @@ def rank(
     blocked: list[list[int]],
     k: int,
     temperature: float = TEMPERATURE,
+    order: Arrays | None = None,
 ) -> Arrays:
     inputs = state | {
         "seen": numbers(seen),
@@ -294,6 +310,7 @@ def rank(
         "k": np.array([k]),
         "temperature": np.array(temperature, np.float32),
         "variance_scale": exported.model.head.shrinkage().detach().numpy(),
+        **(order or NO_ORDER),
     }
     return exported.run("ranker", inputs)
 
@@ -342,7 +359,9 @@ def assert_ranked(
         rows = [number - FIRST_ITEM for number in expected]
         assert found["items"].shape == (len(seen), k)
         assert found["items"][row, : len(rows)].tolist() == expected
-        assert (found["logit"][row, len(rows) :] == -np.inf).all()
+        for name in ("order_key", "logit"):
+            assert (found[name][row, len(rows) :] == -np.inf).all()
+        assert_close(found["order_key"][row, : len(rows)], truth.scores.logit[rows], tol, "order key")
         for name in ("logit", "score_mean", "score_variance"):
             values = getattr(truth.scores, name)[rows]
             assert_close(found[name][row, : len(rows)], values, tol, name)
