@@ -190,7 +190,11 @@ def test_encoder_step_and_ranker_make_the_list_of_the_api(server: Server) -> Non
         tensor("k", [5]),
         tensor("temperature", 0.8, "float32"),
         tensor("variance_scale", 0.7, "float32"),
-        *NO_ORDER,
+        tensor("order_rows", [], "int64"),
+        tensor("order_mean", np.empty((0, 16)), "float32"),
+        tensor("order_precision", np.empty((0, 16)), "float32"),
+        tensor("order_shrinkage", [], "float32"),
+        tensor("order_kappa", [], "float32"),
         outputs=[{"name": "items"}, {"name": "score_mean"}],
     ).json()["outputs"]
 
@@ -298,9 +302,7 @@ def order(**changes: list[Any]) -> dict[str, dict[str, Any]]:
         "kappa": [0.0] * num,
     } | changes
     width = {"mean": [16], "precision": [16]}
-    return {
-        f"order_{name}": {"data": data, "shape": [num, *width.get(name, [])]} for name, data in values.items()
-    }
+    return {f"order_{name}": {"data": data, "shape": [num, *width.get(name, [])]} for name, data in values.items()}
 
 
 def test_rows_may_be_ordered_by_another_state(server: Server, bundle: Bundle) -> None:
