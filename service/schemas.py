@@ -202,8 +202,8 @@ class Policy(_Answer):
     model_config = ConfigDict(extra="forbid")
 
     name: PolicyName
-    kappa: float | None = Field(description="of lcb and ucb; null for the others")
-    seed: int | None = Field(description="of thompson's draw; null for the others")
+    kappa: float | None = Field(None, description="of lcb and ucb; null for the others")
+    seed: int | None = Field(None, description="of thompson's draw; null for the others")
 
 
 Explain = Annotated[bool, Field(description="say which events of the history carried the answer; costs an inference")]
