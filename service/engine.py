@@ -108,6 +108,8 @@ class Ranking:
     """
 
     items: Numbers
+    order_key: Floats
+    """What they are ordered by: the predictive logit, or the key of the row's `Order`."""
     log_probability: npt.NDArray[np.float64]
     """log p_i over the catalogue less `seen`; of a seen item it means nothing."""
     score_mean: Floats
@@ -223,7 +225,8 @@ class Engine:
         """The best items for a state. Raises as `Batcher.submit`, and InferenceFailed on a NaN score."""
         length = row.size + len(row.seen) + len(row.blocked)
         ranking: Ranking = await self._batcher.submit(RANKER, row, length, request)
-        if not np.isfinite(ranking.score_mean).all() or np.isnan(ranking.log_probability).any():
+        has_nan = any(np.isnan(values).any() for values in (ranking.order_key, ranking.log_probability))
+        if has_nan or not np.isfinite(ranking.score_mean).all():
             raise InferenceFailed("the ranker returned scores that are no numbers")
         return ranking
 
@@ -497,6 +500,7 @@ def _ranking(outputs: Arrays, index: int, size: int, temperature: float) -> Rank
     kept = slice(0, int((~np.isneginf(logit)).sum()))
     return Ranking(
         items=outputs["items"][index, :size][kept],
+        order_key=outputs["order_key"][index, :size][kept],
         log_probability=logit[kept] / temperature - float(outputs["log_partition"][index]),
         score_mean=outputs["score_mean"][index, :size][kept],
         score_variance=outputs["score_variance"][index, :size][kept],

@@ -321,6 +321,10 @@ async def test_a_score_that_is_no_number_is_an_error_and_not_an_answer(tiny: Pat
 
     with pytest.raises(InferenceFailed, match="no numbers"):
         await engine.rank(RankerRow(broken, NOTHING, NOTHING, 5), unhurried("test", 60))
+    sound = State(np.ones(width, np.float32), np.ones(width, np.float32))
+    order = Order(broken.mean, broken.precision, shrinkage=1.0, kappa=0.0)
+    with pytest.raises(InferenceFailed, match="no numbers"):
+        await engine.rank(RankerRow(sound, NOTHING, NOTHING, 5, order), unhurried("test", 60))
     await engine.close()
     with pytest.raises(EngineStopped):
         await engine.encode(row(), unhurried("test", 60))

@@ -99,6 +99,7 @@ def ranking_of(probability: list[float], items: list[int], reliability: float = 
     size = len(items)
     return Ranking(
         items=np.array(items),
+        order_key=np.arange(size, 0, -1).astype(np.float32),
         log_probability=np.log(probability),
         score_mean=np.arange(size, 0, -1).astype(np.float32),
         score_variance=np.full(size, 4.0, np.float32),
