@@ -110,7 +110,7 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
                 "timestamps": batch.timestamps.numpy(),
             },
         )
-        none, no_floats = np.zeros((len(users), 1), np.int64), np.empty(0, np.float32)
+        none = np.zeros((len(users), 1), np.int64)
         numbers, logit, variance, mean_precision = ranker.run(
             ["items", "logit", "score_variance", "mean_precision"],
             {
@@ -125,8 +125,8 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
                 "order_rows": np.empty(0, np.int64),
                 "order_mean": mean[:0],
                 "order_precision": precision[:0],
-                "order_shrinkage": no_floats,
-                "order_kappa": no_floats,
+                "order_shrinkage": np.empty(0, np.float32),
+                "order_kappa": np.empty(0, np.float32),
             },
         )
         by_row = np.argsort(numbers, axis=1)
