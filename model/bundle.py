@@ -33,7 +33,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from model.config import FIRST_ITEM, ModelConfig
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 PARITY_TOLERANCE = 1e-5
 """|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold")."""
 MANIFEST = "manifest.json"
@@ -276,8 +276,8 @@ def golden_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.nda
     """How far a graph's outputs are from the recorded ones: name → largest |found − expected|/(1 + |expected|).
 
     Precisions are compared as logarithms; whole numbers must be equal; equal infinities and NaNs agree, others never
-    do. In a list, two items whose logits tie within the tolerance may come in either order, or one for the other at
-    the list's end.
+    do. In a list, two items whose keys tie within the tolerance may come in either order, or one for the other at the
+    list's end.
 
     Raises:
         ValueError: an output has another shape than was recorded.
@@ -287,9 +287,9 @@ def golden_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.nda
             raise ValueError(f"output {name} has shape {found[name].shape}, recorded was {wanted.shape}")
     errors = {name: _errors(name, found[name], wanted) for name, wanted in expected.items()}
     if "items" in expected:
-        swapped = (found["items"] != expected["items"]) & _tied(expected["logit"])
+        swapped = (found["items"] != expected["items"]) & _tied(expected["order_key"])
         for name, error in errors.items():
-            if error.shape == swapped.shape and name != "logit":
+            if error.shape == swapped.shape and name != "order_key":
                 errors[name] = np.where(swapped, 0.0, error)
     return {name: float(error.max(initial=0.0)) for name, error in errors.items()}
 
@@ -306,14 +306,14 @@ def _errors(name: str, found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.nan_to_num(error, nan=np.inf, posinf=np.inf)
 
 
-def _tied(logit: np.ndarray) -> np.ndarray:
-    """Places of lists (B,M) that are last, padding, or within the tolerance of a neighbour's logit."""
-    logit = logit.astype(np.float64)
-    room = 2 * PARITY_TOLERANCE * (1 + np.abs(logit))
+def _tied(key: np.ndarray) -> np.ndarray:
+    """Places of lists (B,M) that are last, padding, or within the tolerance of a neighbour's key."""
+    key = key.astype(np.float64)
+    room = 2 * PARITY_TOLERANCE * (1 + np.abs(key))
     with np.errstate(invalid="ignore"):
-        close = np.abs(np.diff(logit, axis=1)) <= room[:, 1:]
-    edge = np.ones((len(logit), 1), bool)
-    return np.asarray(np.hstack([close, edge]) | np.hstack([~edge, close]) | np.isneginf(logit))
+        close = np.abs(np.diff(key, axis=1)) <= room[:, 1:]
+    edge = np.ones((len(key), 1), bool)
+    return np.asarray(np.hstack([close, edge]) | np.hstack([~edge, close]) | np.isneginf(key))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """ONNX Runtime: one session a graph, rows in and rows out (service.md, "Engine").
 
-Rows are padded to a few lengths, so that ONNX Runtime meets few shapes. Shapes: T positions, S cached positions or
-seen items, X blocked items, M entries of a list.
+Rows are padded to a few lengths, so that ONNX Runtime meets few shapes. Shapes: D width, T positions, S cached
+positions or seen items, X blocked items, M entries of a list.
 """
 
 import importlib.metadata
@@ -67,6 +67,25 @@ class StepRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """What a list is ordered by when it is not the predictive logit of the row's own state: by
+
+        (μ_i − ⟨z,ē⟩)/√(1 + shrinkage·c·v_i) + kappa·√v_i
+
+    of every item i, with the score mean μ_i and variance v_i of the state given here.
+    """
+
+    mean: Floats
+    """(D,)"""
+    precision: Floats
+    """(D,) > 0; infinite where nothing of the state is uncertain."""
+    shrinkage: float
+    """1: by the predictive logit; 0: by the score."""
+    kappa: float
+    """Standard deviations to add; below 0, to take off."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RankerRow:
     """One list to make."""
 
@@ -77,13 +96,20 @@ class RankerRow:
     """(X,) item numbers that may not be in the list; probabilities do not change."""
     size: int
     """M, entries wanted, ≥ 1."""
+    order: Order | None = None
+    """None: by the predictive logit of `state`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """The best items of one row by predictive logit, best first: each array (M,), M ≤ the size asked for."""
+    """The best items of one row by what orders it, best first: each array (M,), M ≤ the size asked for.
+
+    What orders them changes nothing of what is said of an item.
+    """
 
     items: Numbers
+    order_key: Floats
+    """What they are ordered by: the predictive logit, or the key of the row's `Order`."""
     log_probability: npt.NDArray[np.float64]
     """log p_i over the catalogue less `seen`; of a seen item it means nothing."""
     score_mean: Floats
@@ -199,7 +225,8 @@ class Engine:
         """The best items for a state. Raises as `Batcher.submit`, and InferenceFailed on a NaN score."""
         length = row.size + len(row.seen) + len(row.blocked)
         ranking: Ranking = await self._batcher.submit(RANKER, row, length, request)
-        if not np.isfinite(ranking.score_mean).all() or np.isnan(ranking.log_probability).any():
+        has_nan = any(np.isnan(values).any() for values in (ranking.order_key, ranking.log_probability))
+        if has_nan or not np.isfinite(ranking.score_mean).all():
             raise InferenceFailed("the ranker returned scores that are no numbers")
         return ranking
 
@@ -277,7 +304,10 @@ class Engine:
         nothing = np.empty(0, np.int64)
         for size in (1, 25, 500):
             self.run_rows(RANKER, [RankerRow(state, nothing, nothing, size)])
-        self.run_rows(RANKER, [RankerRow(state, nothing, nothing, 25)] * self._max_batch_rows)
+        ordered = Order(state.mean, state.precision, shrinkage=0.0, kappa=1.0)
+        for order in (None, ordered):
+            self.run_rows(RANKER, [RankerRow(state, nothing, nothing, 25, order)] * self._max_batch_rows)
+        self.run_rows(RANKER, [RankerRow(state, nothing, nothing, 25, ordered)])
 
     def _warm_step(self) -> None:
         """One event behind each length of cache, then each number of events behind the shortest."""
@@ -385,12 +415,19 @@ def step_inputs(rows: Sequence[StepRow], max_positions: int) -> dict[str, npt.ND
 
 def ranker_inputs(rows: Sequence[RankerRow], num_items: int) -> dict[str, npt.NDArray[Any]]:
     """The ranker's inputs but for its two scalars; `k` is the largest list wanted, at most the catalogue."""
+    orders = {index: row.order for index, row in enumerate(rows) if row.order is not None}
+    width = rows[0].state.mean.shape
     return {
         "mean": np.stack([row.state.mean for row in rows]),
         "precision": np.stack([row.state.precision for row in rows]),
         "seen": _padded([row.seen for row in rows]),
         "blocked": _padded([row.blocked for row in rows]),
         "k": np.array([min(max(row.size for row in rows), num_items)], np.int64),
+        "order_rows": np.array(list(orders), np.int64),
+        "order_mean": np.array([order.mean for order in orders.values()], np.float32).reshape(-1, *width),
+        "order_precision": np.array([order.precision for order in orders.values()], np.float32).reshape(-1, *width),
+        "order_shrinkage": np.array([order.shrinkage for order in orders.values()], np.float32),
+        "order_kappa": np.array([order.kappa for order in orders.values()], np.float32),
     }
 
 
@@ -463,6 +500,7 @@ def _ranking(outputs: Arrays, index: int, size: int, temperature: float) -> Rank
     kept = slice(0, int((~np.isneginf(logit)).sum()))
     return Ranking(
         items=outputs["items"][index, :size][kept],
+        order_key=outputs["order_key"][index, :size][kept],
         log_probability=logit[kept] / temperature - float(outputs["log_partition"][index]),
         score_mean=outputs["score_mean"][index, :size][kept],
         score_variance=outputs["score_variance"][index, :size][kept],

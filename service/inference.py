@@ -5,6 +5,7 @@ the graphs rely on them, so that no request can make one fail. JSON has no NaN a
 
     in `timestamps`, `past_timestamps`        there is no time (NaN)
     in `precision`, `past_log_precision`      +∞, and only of a model without filtering, where it is always that
+    in `order_precision`                      +∞, of a state that is certain, such as a drawn one
     in an output                              NaN or ±∞, such as the logit behind the end of a short list
 """
 
@@ -32,6 +33,7 @@ MAX_TIME_S = 1e11
 _DATATYPES = {np.dtype(np.int64): "INT64", np.dtype(np.float32): "FP32", np.dtype(np.float64): "FP64"}
 _NO_TIME = {"timestamps": math.nan, "past_timestamps": math.nan}
 _NO_UNCERTAINTY = {"precision": math.inf, "past_log_precision": math.inf}
+_CERTAIN = {"order_precision": math.inf}
 
 
 def _no_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def graph_inputs(
             raise InvalidRequest.of(f"inputs.{place}.name", f"the {graph} has no such input; it has {known}")
         if places[tensor.name] != place:
             raise InvalidRequest.of(f"inputs.{place}.name", f"{tensor.name} is given twice")
-    nulls = _NO_TIME if bundle.manifest.model.filtering else {**_NO_TIME, **_NO_UNCERTAINTY}
+    nulls = {**_NO_TIME, **_CERTAIN, **({} if bundle.manifest.model.filtering else _NO_UNCERTAINTY)}
     longest, num_items = bundle.manifest.model.max_len + 1, bundle.manifest.num_items
     bounds = {
         "batch": (1, max_rows),
@@ -195,6 +197,7 @@ def graph_inputs(
         "past": (0, longest - 1),
         "num_seen": (0, num_items),
         "num_blocked": (0, num_items),
+        "num_ordered": (0, max_rows),
     }
     sizes: dict[str, int] = {}
     feeds: dict[str, npt.NDArray[Any]] = {}
@@ -330,6 +333,15 @@ def _check_ranker(feeds: Arrays, bundle: Bundle) -> None:
     _require((feeds["precision"] > 0).all(), "precision", "positive numbers")
     _require(bool(feeds["temperature"] > 0), "temperature", "a positive number")
     _require(bool(feeds["variance_scale"] >= 0), "variance_scale", "a number from 0 on")
+    _check_order(feeds)
+
+
+def _check_order(feeds: Arrays) -> None:
+    rows, last = feeds["order_rows"], len(feeds["mean"]) - 1
+    is_row = ((rows >= 0) & (rows <= last)).all()
+    _require(is_row and len(np.unique(rows)) == len(rows), "order_rows", f"rows, 0 to {last}, each once")
+    _require((feeds["order_precision"] > 0).all(), "order_precision", "positive numbers, or null")
+    _require((feeds["order_shrinkage"] >= 0).all(), "order_shrinkage", "numbers from 0 on")
 
 
 def _check_events(feeds: Arrays, bundle: Bundle) -> npt.NDArray[np.int64]:

@@ -1,9 +1,11 @@
-"""From a history to the encoder's row or the step's, and from the ranker's answer to a list. Pure functions.
+"""From a history to the encoder's row or the step's, from a policy to what orders a list, and from the ranker's answer
+to the list. Pure functions, but for a seed that nobody gave.
 
-Shapes: K kept events, T positions, M list entries, S seen items, X blocked items.
+Shapes: D width, K kept events, T positions, M list entries, S seen items, X blocked items.
 """
 
 import math
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +15,10 @@ import numpy.typing as npt
 
 from model.bundle import Bundle, Items, confidence_features
 from model.config import BOS, FIRST_ITEM, UNK, UNKNOWN_BASE, window_start
-from service.engine import EncoderRow, Numbers, Ranking, StepRow
+from service.engine import EncoderRow, Numbers, Order, Ranking, StepRow
 from service.errors import InferenceFailed
-from service.filtered import Cache
+from service.filtered import Cache, Floats, State
+from service.schemas import DEFAULT_KAPPA, MAX_SEED, Policy, PolicyRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +129,39 @@ def filters(
         blocked = np.flatnonzero(~is_allowed) + FIRST_ITEM
     is_new_only = bundle.calibration.event == "next_new_item"
     return Filters(seen=history.seen if is_new_only else NO_HISTORY.seen, blocked=blocked)
+
+
+def policy_of(asked: PolicyRequest) -> Policy:
+    """The policy that is asked for, with what the request leaves out: a default κ, a new seed."""
+    kappa = seed = None
+    if asked.policy in ("lcb", "ucb"):
+        kappa = DEFAULT_KAPPA if asked.kappa is None else asked.kappa
+    elif asked.policy == "thompson":
+        seed = secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed
+    return Policy(name=asked.policy, kappa=kappa, seed=seed)
+
+
+def order(policy: Policy, state: State) -> Order | None:
+    """What orders a list by a policy (math.md, "Policies"); None: the predictive logit of the state itself."""
+    if policy.seed is not None:
+        certain = np.full_like(state.precision, np.inf)
+        return Order(drawn(state, policy.seed), certain, shrinkage=1.0, kappa=0.0)
+    if policy.kappa is not None:
+        kappa = policy.kappa if policy.name == "ucb" else -policy.kappa
+        return Order(state.mean, state.precision, shrinkage=0.0, kappa=kappa)
+    return None
+
+
+def drawn(state: State, seed: int) -> Floats:
+    """The mean (D,) of a state drawn from N(mean, 1/precision): the state's own mean where its precision is infinite.
+
+    Args:
+        state: of a subject.
+        seed: 0 to 2³² − 1. The standard normal numbers follow from it alone, so a draw can be made again, anywhere.
+    """
+    # RandomState: NumPy promises that its streams never change (NEP 19), and of no other generator's.
+    noise = np.random.RandomState(seed).standard_normal(len(state.mean))
+    return (state.mean + noise / np.sqrt(state.precision.astype(np.float64))).astype(np.float32)
 
 
 def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int) -> list[Entry]:

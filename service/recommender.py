@@ -34,7 +34,9 @@ from service.schemas import (
 )
 from service.slates import (
     MAX_GIVEN,
+    MAX_PAGES,
     Asked,
+    Basis,
     Page,
     Slate,
     Slates,
@@ -184,6 +186,8 @@ class _List:
 
     listed: Sequence[Entry]
     left_out: Sequence[Entry]
+    basis: Basis | None = None
+    """What they were ranked from; None of a list that was not asked for."""
 
 
 class Recommender:
@@ -270,7 +274,7 @@ class Recommender:
             else:
                 found = await self._find_stored(asked.subject, (), request)
             passed = slate.passed
-            size = min(num_results, MAX_GIVEN - len(passed))
+            size = min(num_results, MAX_GIVEN - len(passed)) if len(slate.pages) < MAX_PAGES else 0
             made = _List((), ())
             if size > 0:
                 made = await self._list(found, asked, size, passed, request)
@@ -286,7 +290,7 @@ class Recommender:
         raise Overloaded("other requests are turning the pages of this recommendation", retry_after_s=1)
 
     async def rank(self, asked: RankingRequest, request: RequestContext, ab_group: AbGroup = None) -> RankingResponse:
-        """Every candidate once, by predictive logit; unknown ones last. Raises as `recommend`.
+        """Every candidate once, as the policy orders them; unknown ones last. Raises as `recommend`.
 
         Args:
             asked: for whom, and the candidates.
@@ -295,13 +299,13 @@ class Recommender:
         """
         found = await self._find(asked, request)
         candidates = list(dict.fromkeys(asked.candidate_item_ids))
-        numbers = self._numbers(candidates)
+        numbers, policy = self._numbers(candidates), ranking.policy_of(asked)
         ranked: Sequence[Entry] = ()
         if numbers:
             state = await self._state(asked.subject, found, request)
             # Candidates are not filtered: a seen one is ranked, and its confidence says what it is worth.
             chosen = ranking.filters(found.history, self._bundle, False, (), numbers)
-            row = RankerRow(state, chosen.seen, chosen.blocked, len(numbers))
+            row = RankerRow(state, chosen.seen, chosen.blocked, len(numbers), ranking.order(policy, state))
             answer = await self._engine.rank(row, request)
             ranked = ranking.entries(answer, self._bundle, chosen.seen, found.history.count)
         explanation = await self._explanation(found, request) if asked.explain else None
@@ -312,6 +316,7 @@ class Recommender:
             known = [_ranked(entry, items.item_id(entry.number), rank) for rank, entry in enumerate(ranked, start=1)]
             return RankingResponse(
                 model=self._model,
+                policy=policy,
                 items=[*known, *map(_unknown, unknown, range(len(known) + 1, len(candidates) + 1))],
                 list_confidence=ranking.list_confidence(ranked),
                 calibration=self._calibration,
@@ -378,12 +383,15 @@ class Recommender:
         excluded = self._numbers([*asked.exclude_item_ids, *passed])
         allowed = None if asked.allow_item_ids is None else self._numbers(asked.allow_item_ids)
         chosen = ranking.filters(found.history, self._bundle, asked.exclude_seen, excluded, allowed)
-        ranked = await self._engine.rank(RankerRow(state, chosen.seen, chosen.blocked, size), request)
+        row = RankerRow(state, chosen.seen, chosen.blocked, size, ranking.order(asked.policy, state))
+        ranked = await self._engine.rank(row, request)
         with request.timed("rank"):
             entries = ranking.entries(ranked, self._bundle, chosen.seen, found.history.count)
             least = asked.min_confidence or 0.0
             listed = [entry for entry in entries if entry.confidence >= least]
-            return _List(listed, [entry for entry in entries if entry.confidence < least])
+            left_out = [entry for entry in entries if entry.confidence < least]
+            kept_out = found.history.seen if asked.exclude_seen else NO_HISTORY.seen
+            return _List(listed, left_out, Basis.of(state, kept_out))
 
     async def _explanation(self, found: _Found, request: RequestContext) -> Explanation:
         """What the state behind the answer heard, however the state came about."""
@@ -422,6 +430,7 @@ class Recommender:
         return RecommendationResponse(
             recommendation_id=asked.recommendation_id,
             model=self._model,
+            policy=asked.policy,
             items=[
                 RecommendedItem(
                     item_id=items.item_id(entry.number),
@@ -457,6 +466,7 @@ class Recommender:
             made_ms=made_ms,
             model_name=self._model.name,
             model_version=self._model.version,
+            basis=made.basis,
             item_ids=self._ids(made.listed),
             scores=tuple(entry.score for entry in made.listed),
             stds=tuple(entry.std for entry in made.listed),
@@ -515,6 +525,7 @@ def _asked(asked: RecommendationRequest, told: Told | None) -> Asked:
         recommendation_id=new_recommendation_id(asked.subject),
         subject=asked.subject,
         told=told,
+        policy=ranking.policy_of(asked),
         exclude_seen=asked.exclude_seen,
         exclude_item_ids=asked.exclude_item_ids,
         allow_item_ids=asked.allow_item_ids,

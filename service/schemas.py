@@ -11,7 +11,9 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -27,6 +29,9 @@ MAX_FILTER_IDS = 10_000
 MAX_EVENTS = 500
 MAX_REQUESTS = 100
 MAX_CANDIDATES = 500
+MAX_KAPPA = 10.0
+DEFAULT_KAPPA = 1.0
+MAX_SEED = 2**32 - 1
 
 _TIMESTAMP = "Unix seconds, or RFC 3339 with an offset; not before 1970, at most a day ahead of now"
 ID_SCHEMA: dict[str, Any] = {
@@ -148,20 +153,76 @@ class SubjectRequest(_Request):
         return None if self.session_id is None else Subject("session", self.session_id)
 
 
+PolicyName = Literal["mean", "lcb", "ucb", "thompson"]
+_NO_KAPPA_NO_SEED: dict[str, Any] = {"kappa": _NULL, "seed": _NULL}
+# What `PolicyRequest` checks, in the document.
+_KAPPA_AND_SEED: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"policy": {"const": "mean"}, **_NO_KAPPA_NO_SEED}},
+        {"required": ["policy"], "properties": {"policy": {"enum": ["lcb", "ucb"]}, "seed": _NULL}},
+        {"required": ["policy"], "properties": {"policy": {"const": "thompson"}, "kappa": _NULL}},
+    ]
+}
+
+
+class PolicyRequest(SubjectRequest):
+    """For whom, and by which policy the list is ordered."""
+
+    policy: PolicyName = Field(
+        "mean",
+        description="what orders the list; no policy changes what is said of an item. mean: the predictive logit, by "
+        "which the likeliest item comes first; lcb, ucb: `score` less, or plus, kappa times `std`; thompson: the "
+        "predictive logit of one state drawn from what is known of the subject",
+    )
+    kappa: float | None = Field(
+        None, ge=0, le=MAX_KAPPA, description=f"of lcb and ucb only; left out: {DEFAULT_KAPPA:g}"
+    )
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED), BeforeValidator(whole_number)] = Field(
+        None, description="of thompson's draw; left out: a new one, which the answer tells"
+    )
+
+    @field_validator("kappa")
+    @classmethod
+    def _goes_with_lcb_and_ucb(cls, kappa: float | None, info: ValidationInfo) -> float | None:
+        if kappa is not None and info.data.get("policy") in ("mean", "thompson"):
+            raise ValueError(f"goes with policy lcb or ucb; leave it out with policy {info.data['policy']}")
+        return kappa
+
+    @field_validator("seed")
+    @classmethod
+    def _goes_with_thompson(cls, seed: int | None, info: ValidationInfo) -> int | None:
+        if seed is not None and info.data.get("policy") in ("mean", "lcb", "ucb"):
+            raise ValueError(f"goes with policy thompson; leave it out with policy {info.data['policy']}")
+        return seed
+
+
+class Policy(_Answer):
+    """What ordered a list: with the same values, state and model it comes out the same."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: PolicyName
+    kappa: float | None = Field(None, description="of lcb and ucb; null for the others")
+    seed: int | None = Field(None, description="of thompson's draw; null for the others")
+
+
 Explain = Annotated[bool, Field(description="say which events of the history carried the answer; costs an inference")]
 
 
-class RecommendationRequest(SubjectRequest):
-    """For whom, how many, and what may be in the list."""
+class RecommendationRequest(PolicyRequest):
+    """For whom, how many, what may be in the list, and what orders it."""
 
     model_config = ConfigDict(
         json_schema_extra={
             **_ONE_SUBJECT,
+            **_KAPPA_AND_SEED,
             "examples": [
                 {"user_id": "u-1024", "num_results": 10},
                 {"history": [{"item_id": "50"}, {"item_id": "181"}], "num_results": 5, "exclude_seen": True},
                 {"user_id": "u-1024", "fallback_history": [{"item_id": "50"}], "exclude_item_ids": ["172"]},
                 {"user_id": "u-1024", "num_results": 10, "explain": True},
+                {"user_id": "u-1024", "num_results": 10, "policy": "ucb", "kappa": 0.5},
+                {"user_id": "u-1024", "num_results": 10, "policy": "thompson", "seed": 7},
             ],
         }
     )
@@ -183,15 +244,17 @@ class NextPageRequest(_Request):
     explain: Explain = False
 
 
-class RankingRequest(SubjectRequest):
-    """For whom, and which items are to be put in order."""
+class RankingRequest(PolicyRequest):
+    """For whom, which items are to be put in order, and by what."""
 
     model_config = ConfigDict(
         json_schema_extra={
             **_ONE_SUBJECT,
+            **_KAPPA_AND_SEED,
             "examples": [
                 {"user_id": "u-1024", "candidate_item_ids": ["172", "50", "not-in-the-catalogue"]},
                 {"history": [{"item_id": "50"}], "candidate_item_ids": ["172", "181"]},
+                {"user_id": "u-1024", "candidate_item_ids": ["172", "50"], "policy": "lcb"},
             ],
         }
     )
@@ -291,6 +354,7 @@ class RecommendationResponse(_Answer):
                 {
                     "recommendation_id": "b017-5f0c6b0f4c5c4f0c9a5d1f6f0a3d7b2e",
                     "model": {"name": "bft-sasrec", "version": "a1b2c3d4e5f60718"},
+                    "policy": {"name": "mean", "kappa": None, "seed": None},
                     "items": [
                         {
                             "item_id": "172",
@@ -327,6 +391,7 @@ class RecommendationResponse(_Answer):
 
     recommendation_id: str = Field(description="of this list and its further pages; name it in events that follow it")
     model: ModelName
+    policy: Policy
     items: list[RecommendedItem]
     list_confidence: float = Field(description="probability that the next event is in the list: min(1, Σ confidence)")
     calibration: CalibrationInfo
@@ -410,13 +475,14 @@ class RankedItem(_Answer):
 
 
 class RankingResponse(_Answer):
-    """Every candidate once, ordered by the predictive logit."""
+    """Every candidate once, ordered by the policy."""
 
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
                 {
                     "model": {"name": "bft-sasrec", "version": "a1b2c3d4e5f60718"},
+                    "policy": {"name": "mean", "kappa": None, "seed": None},
                     "items": [
                         {
                             "item_id": "172",
@@ -447,6 +513,7 @@ class RankingResponse(_Answer):
     )
 
     model: ModelName
+    policy: Policy
     items: list[RankedItem]
     list_confidence: float = Field(
         description="probability that the next event is among the candidates: min(1, Σ confidence)"

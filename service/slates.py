@@ -12,10 +12,14 @@ import zlib
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from service.background import Saves
 from service.errors import RecommendationNotFound
+from service.filtered import State
+from service.schemas import Policy
 from service.states.interface import Store, Subject
 from service.states.scripts import NUM_BUCKETS, bucket
 from service.telemetry import Metrics
@@ -24,14 +28,13 @@ logger = logging.getLogger(__name__)
 
 MAX_GIVEN = 5_000
 """Items in all the pages of a slate; then it is at its end, as if the catalogue were."""
+MAX_PAGES = 500
+"""Of a slate; then it is at its end too. Each may hold a state and a seen set of its own."""
 MAX_SLATE_BYTES = 2**18
 """Of what was asked and the first page; a larger slate is not kept."""
 MAX_SAVES = 256
 MAX_SAVE_BYTES = 2**22
 """Slates on their way to the store at a time, and what they take together."""
-
-Policy = Literal["mean"]
-"""How a page was chosen: by the predictive logit."""
 
 _BUCKET = "b(?:[01][0-9]{2}|2[0-4][0-9]|25[0-5])"
 RECOMMENDATION_ID = re.compile(_BUCKET + "-[0-9a-f]{32}")
@@ -40,7 +43,7 @@ RECOMMENDATION_ID = re.compile(_BUCKET + "-[0-9a-f]{32}")
 class _Document(BaseModel):
     """Base of what is stored, as JSON."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
 
 
 class ToldEvent(_Document):
@@ -65,14 +68,40 @@ class Told(_Document):
 class Asked(_Document):
     """What every page of a slate is made from. Exactly one of `subject` and `told` is given."""
 
-    layout: Literal[2] = 2
+    layout: Literal[3] = 3
     recommendation_id: str
     subject: Subject | None
     told: Told | None
+    policy: Policy
+    """With its seed, of which all pages have the same draw."""
     exclude_seen: bool
     exclude_item_ids: tuple[str, ...]
     allow_item_ids: tuple[str, ...] | None
     min_confidence: float | None
+
+
+class Basis(_Document):
+    """What a page was ranked from. With the slate's policy and filters and the pages before, this makes the page again,
+    or what another seed or policy would have made of it (service.md, "Policies")."""
+
+    mean: bytes
+    """float32, little-endian, (D,)."""
+    precision: bytes
+    """float32, little-endian, (D,)."""
+    seen: tuple[int, ...]
+    """Numbers, in the catalogue of the page's model, of the items that `exclude_seen` kept out."""
+
+    @classmethod
+    def of(cls, state: State, seen: npt.NDArray[np.int64]) -> "Basis":
+        """The basis of a state, to the bit, and of the items that were kept out."""
+        mean, precision = (values.astype("<f4").tobytes() for values in (state.mean, state.precision))
+        return cls(mean=mean, precision=precision, seen=tuple(seen.tolist()))
+
+    @property
+    def state(self) -> State:
+        """The state that was ranked from, without its cache."""
+        mean, precision = (np.frombuffer(values, "<f4").astype(np.float32) for values in (self.mean, self.precision))
+        return State(mean, precision)
 
 
 class Page(_Document):
@@ -82,9 +111,8 @@ class Page(_Document):
     """When the subject was read for it, since 1970."""
     model_name: str
     model_version: str
-    policy: Policy = "mean"
-    seed: int | None = None
-    """Of the draws behind the list; none are made under this policy."""
+    basis: Basis | None
+    """None: that of the page before."""
     item_ids: tuple[str, ...]
     scores: tuple[float, ...]
     stds: tuple[float, ...]
@@ -104,6 +132,11 @@ class Slate:
     def num_shown(self) -> int:
         """Items of all pages."""
         return sum(len(page.item_ids) for page in self.pages)
+
+    @property
+    def basis(self) -> Basis | None:
+        """Of the last page."""
+        return next((page.basis for page in reversed(self.pages) if page.basis is not None), None)
 
     @property
     def passed(self) -> list[str]:
@@ -179,6 +212,8 @@ class Slates:
         Raises:
             StateError: the store cannot say. The page may have been given out, and then nobody gets its items.
         """
+        if page.basis == slate.basis:
+            page = page.model_copy(update={"basis": None})
         return await self._store.append_page(slate.asked.recommendation_id, len(slate.pages), _pack(page))
 
     async def finish_saves(self) -> None:

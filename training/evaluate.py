@@ -150,6 +150,11 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
                 "k": np.array([num_items]),
                 "temperature": np.array(bundle.calibration.temperature, np.float32),
                 "variance_scale": np.array(bundle.calibration.variance_scale, np.float32),
+                "order_rows": np.empty(0, np.int64),
+                "order_mean": mean[:0],
+                "order_precision": precision[:0],
+                "order_shrinkage": np.empty(0, np.float32),
+                "order_kappa": np.empty(0, np.float32),
             },
         )
         by_row = np.argsort(numbers, axis=1)

@@ -136,12 +136,21 @@ class RankerGraph(nn.Module):
         k: Tensor,
         temperature: Tensor,
         variance_scale: Tensor,
+        order_rows: Tensor,
+        order_mean: Tensor,
+        order_precision: Tensor,
+        order_shrinkage: Tensor,
+        order_kappa: Tensor,
     ) -> tuple[Tensor, ...]:
-        """See `functions.GaussianTopK`; adds `reliability` (B,k) and the states' `mean_precision` (B,)."""
+        """See `functions.GaussianTopK`; adds `reliability` (B,k) and the states' `mean_precision` (B,).
+
+        A drawn state, of which nothing is uncertain, has an infinite `order_precision`.
+        """
         z = self.head.readout(Gaussian(mean, precision))
+        order_z = self.head.readout(Gaussian(order_mean, order_precision))
         # Special tokens are never in the normaliser nor in a list.
         specials = self.specials.expand(mean.shape[0], -1)
-        numbers, logit, score_mean, score_variance, log_partition, entropy = emit_gaussian_top_k(
+        numbers, order_key, logit, score_mean, score_variance, log_partition, entropy = emit_gaussian_top_k(
             (
                 *z,
                 self.item_table,
@@ -152,6 +161,10 @@ class RankerGraph(nn.Module):
                 k,
                 temperature,
                 variance_scale,
+                order_rows,
+                *order_z,
+                order_shrinkage,
+                order_kappa,
             ),
             num_listed=2,
         )
@@ -160,6 +173,7 @@ class RankerGraph(nn.Module):
         reliability = reliability.clamp(0, 1)
         return (
             numbers,
+            order_key,
             logit,
             score_mean,
             score_variance,
@@ -235,7 +249,7 @@ def golden_cases(model: Backbone, temperature: float) -> list[GoldenCase]:
             cases.append(_case(ENCODER, rows._asdict(), encoded))
             if isinstance(model, CausalBackbone):
                 cases.append(_step_case(model, rows, state))
-            cases.append(_ranker_case(model, state, rows.items, temperature))
+            cases.append(_ranker_case(model, state, rows.items, temperature, generator))
             cases.append(_case(EXPLAINER, rows._asdict(), model.reasons(*rows)._asdict()))
     return cases
 
@@ -408,13 +422,18 @@ def _ranker_signature(width: int) -> Signature:
     per_user, listed = ("batch",), ("batch", "k")
     return Signature(
         examples=(
-            torch.randn(2, width),
-            torch.ones(2, width),
-            torch.zeros(2, 3, dtype=torch.int64),
-            torch.zeros(2, 4, dtype=torch.int64),
+            torch.randn(4, width),
+            torch.ones(4, width),
+            torch.zeros(4, 3, dtype=torch.int64),
+            torch.zeros(4, 4, dtype=torch.int64),
             torch.tensor([2]),
             torch.tensor(1.0),
             torch.tensor(1.0),
+            torch.tensor([0, 2, 1]),
+            torch.randn(3, width),
+            torch.ones(3, width),
+            torch.ones(3),
+            torch.zeros(3),
         ),
         inputs={
             "mean": ("batch", None),
@@ -424,9 +443,15 @@ def _ranker_signature(width: int) -> Signature:
             "k": (None,),
             "temperature": (),
             "variance_scale": (),
+            "order_rows": ("num_ordered",),
+            "order_mean": ("num_ordered", None),
+            "order_precision": ("num_ordered", None),
+            "order_shrinkage": ("num_ordered",),
+            "order_kappa": ("num_ordered",),
         },
         outputs={
             "items": listed,
+            "order_key": listed,
             "logit": listed,
             "score_mean": listed,
             "score_variance": listed,
@@ -492,15 +517,33 @@ def _cut(rows: Rows, start_B: Tensor, length_B: Tensor) -> Rows:
     return cut._replace(items=cut.items.where(place < length_B[:, None], PAD))
 
 
-def _ranker_case(model: Backbone, state: Gaussian, history: Tensor, temperature: float) -> GoldenCase:
-    """The list of the two graphs' contract, by torch alone: the history is seen, other items are blocked."""
+def _ranker_case(
+    model: Backbone, state: Gaussian, history: Tensor, temperature: float, generator: torch.Generator
+) -> GoldenCase:
+    """The list of the two graphs' contract, by torch alone: the history is seen, other items are blocked.
+
+    The first row is ordered by its own logit; those behind it by a drawn state, by μ + 1.5·√v, by μ − √v, and again.
+    """
     # Fewer items left than k would fill the list with ties at −inf, whose order says nothing.
     k = min(10, (model.num_items + 1) // 2)
     history = history[:, : model.num_items - k]
     scores = model.score(state)
+
+    place = torch.arange(len(state.mean))
+    is_drawn = (place % 3 == 1)[:, None]
+    kappa = torch.tensor([-1.0, 0.0, 1.5])[place % 3]
+    drawn = state.mean + torch.randn(state.mean.shape, generator=generator) / state.precision.sqrt()
+    order_by = Gaussian(drawn.where(is_drawn, state.mean), state.precision.masked_fill(is_drawn, torch.inf))
+    order = model.score(order_by)
+    average = model.head.readout(order_by).mean @ model.catalogue().mean(0)
+    key = order.logit.where(is_drawn, order.mean - average[:, None] + kappa[:, None] * order.variance.sqrt())
+    key[0] = scores.logit[0]
+    # Backwards, so that taking the first rows instead of the named ones cannot pass.
+    ordered = place[1:].flip(0)
+
     # The two best items are blocked, so that mixing up the two inputs cannot pass.
-    blocked = scores.logit.topk(min(2, model.num_items - k)).indices + FIRST_ITEM
-    possible, listable = _without(scores.logit, history), _without(scores.logit, blocked)
+    blocked = key.topk(min(2, model.num_items - k)).indices + FIRST_ITEM
+    possible, listable = _without(scores.logit, history), _without(key, blocked)
     top = listable.topk(k)
 
     log_probability = (possible / temperature).log_softmax(-1)
@@ -516,10 +559,16 @@ def _ranker_case(model: Backbone, state: Gaussian, history: Tensor, temperature:
         "k": torch.tensor([k]),
         "temperature": torch.tensor(temperature),
         "variance_scale": model.head.shrinkage(),
+        "order_rows": ordered,
+        "order_mean": order_by.mean[ordered],
+        "order_precision": order_by.precision[ordered],
+        "order_shrinkage": is_drawn[ordered, 0].float(),
+        "order_kappa": kappa[ordered],
     }
     outputs = {
         "items": top.indices + FIRST_ITEM,
-        "logit": top.values,
+        "order_key": top.values,
+        "logit": scores.logit.gather(1, top.indices),
         "score_mean": scores.mean.gather(1, top.indices),
         "score_variance": scores.variance.gather(1, top.indices),
         "reliability": (1 - left / prior).clamp(0, 1),
@@ -531,7 +580,7 @@ def _ranker_case(model: Backbone, state: Gaussian, history: Tensor, temperature:
 
 
 def _without(logit: Tensor, numbers: Tensor) -> Tensor:
-    """The logits (B,N) with −inf at item numbers (B,X); special tokens among them are skipped."""
+    """Logits or keys (B,N) with −inf at item numbers (B,X); special tokens among them are skipped."""
     result = logit.clone()
     for row, named in enumerate(numbers):
         result[row, named[named >= FIRST_ITEM] - FIRST_ITEM] = -torch.inf

@@ -158,17 +158,38 @@ def PostNormPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process
 
 @script(BFT, default_opset=op)
 def GaussianTopK(
-    mean, variance, items, candidate_variance, catalogue_mean, seen, blocked, k, temperature, variance_scale
+    mean,
+    variance,
+    items,
+    candidate_variance,
+    catalogue_mean,
+    seen,
+    blocked,
+    k,
+    temperature,
+    variance_scale,
+    order_rows,
+    order_mean,
+    order_variance,
+    order_shrinkage,
+    order_kappa,
 ):
-    """Score every item, normalise over the unseen ones, list the k best (math.md, "Scoring").
+    """Score every item, normalise over the unseen ones, list the k best (math.md, "Scoring", "Policies").
+
+    A list is ordered by the row's own logit, and in the P rows that `order_rows` names by
+
+        (μ_i − ⟨z,ē⟩)/√(1 + s·c·v_i) + κ·√v_i
+
+    of another readout; nothing else changes with it. A batch without such rows (P = 0) pays nothing for them.
 
     Inputs: readout `mean`, `variance` (B,D); `items` (V,D); `candidate_variance` (V,); `catalogue_mean` (D,);
     `seen` (B,S), item numbers outside the normaliser; `blocked` (B,X), item numbers outside the list;
-    `k` (1,); `temperature` and `variance_scale` scalars.
+    `k` (1,); `temperature` and `variance_scale` c scalars; `order_rows` (P,), each of the B at most once; the readout
+    to order by, `order_mean`, `order_variance` (P,D); `order_shrinkage` s and `order_kappa` κ (P,).
 
-    Outputs: per listed item (B,k) `numbers`, `logit` (−inf where fewer than k are left), `score_mean`,
-    `score_variance`; per user (B,) `log_partition` of logit/T, `entropy` in nats; −inf and 0 for one who
-    has seen everything.
+    Outputs: per listed item (B,k) `numbers`, `order_key` (what the list is ordered by), `logit` (both −inf where fewer
+    than k are left), `score_mean`, `score_variance`; per user (B,) `log_partition` of logit/T, `entropy` in nats; −inf
+    and 0 for one who has seen everything.
     """
     # Each step over all items is a pass over B·V numbers, so as much as possible happens before, to the small inputs
     # and to the constant tables, which are worked out once when the graph is loaded.
@@ -180,7 +201,8 @@ def GaussianTopK(
     ones_B1 = op.Expand(one, op.Shape(energy))
     uncertainty = op.Concat(variance_scale * variance, variance_scale * energy, ones_B1, axis=1)
     # 1 + c·v of every item in one product.
-    inflation = op.MatMul(uncertainty, op.Transpose(spread, perm=[1, 0]))
+    spread_by_item = op.Transpose(spread, perm=[1, 0])
+    inflation = op.MatMul(uncertainty, spread_by_item)
     tempered = op.MatMul(mean / temperature, from_average) / op.Sqrt(inflation)
 
     # Finite: −inf times a weight of 0 would be NaN.
@@ -197,14 +219,27 @@ def GaussianTopK(
     entropy = op.Squeeze(op.Where(is_nothing_left, 0.0, log_total - mean_shift), [1])
     log_partition = op.Squeeze(op.Where(is_nothing_left, never, log_total + highest), [1])
 
-    listable = op.ScatterElements(tempered, blocked, op.Expand(never, op.Shape(blocked)), axis=1)
-    tempered_logit, numbers = op.TopK(listable, k, axis=-1)
-    logit = tempered_logit * temperature
+    order_energy = op.ReduceMean(order_mean * order_mean + order_variance, [-1], keepdims=1)
+    zeros_P1 = op.Expand(op.CastLike(op.Constant(value_floats=[0.0]), mean), op.Shape(order_energy))
+    order_uncertainty = op.Concat(order_variance, order_energy, zeros_P1, axis=1)
+    order_score_variance = op.MatMul(order_uncertainty, spread_by_item)
+    order_inflation = 1.0 + op.Unsqueeze(variance_scale * order_shrinkage, [1]) * order_score_variance
+    order_bonus = op.Unsqueeze(order_kappa / temperature, [1]) * op.Sqrt(order_score_variance)
+    order_tempered = op.MatMul(order_mean / temperature, from_average) / op.Sqrt(order_inflation) + order_bonus
+    ordered = op.ScatterND(tempered, op.Unsqueeze(order_rows, [1]), order_tempered)
+
+    listable = op.ScatterElements(ordered, blocked, op.Expand(never, op.Shape(blocked)), axis=1)
+    tempered_key, numbers = op.TopK(listable, k, axis=-1)
+    order_key = tempered_key * temperature
     listed_items = op.Gather(items, numbers, axis=0)
     score_mean = op.ReduceSum(listed_items * op.Unsqueeze(mean, [1]), [-1], keepdims=0)
     state_variance = op.ReduceSum(listed_items * listed_items * op.Unsqueeze(variance, [1]), [-1], keepdims=0)
     score_variance = state_variance + energy * op.Gather(candidate_variance, numbers, axis=0)
-    return numbers, logit, score_mean, score_variance, log_partition, entropy
+    # From what is listed, whatever it was ordered by: reading `tempered` again would keep it, at a copy of B·V numbers.
+    average = op.MatMul(mean, op.Unsqueeze(catalogue_mean, [1]))
+    listed_logit = (score_mean - average) / op.Sqrt(1.0 + variance_scale * score_variance)
+    logit = op.Where(op.IsInf(tempered_key), never, listed_logit)
+    return numbers, order_key, logit, score_mean, score_variance, log_partition, entropy
 
 
 FUNCTIONS = (KrigingAttention, SandwichAttention, KalmanUpdate, DynamicsPredict, PostNormPredict, GaussianTopK)
@@ -267,7 +302,7 @@ def emit_gaussian_top_k(inputs: tuple[Tensor, ...], num_listed: int) -> tuple[Te
     batch = inputs[0].shape[0]
     listed, per_user = (batch, num_listed), (batch,)
     float_, int_ = torch.float32, torch.int64
-    return _emit("GaussianTopK", inputs, (listed,) * 4 + (per_user,) * 2, dtypes=(int_,) + (float_,) * 5)
+    return _emit("GaussianTopK", inputs, (listed,) * 5 + (per_user,) * 2, dtypes=(int_,) + (float_,) * 6)
 
 
 def attach_bodies(model: onnx.ModelProto) -> tuple[str, ...]:

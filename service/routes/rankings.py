@@ -16,7 +16,7 @@ router = APIRouter(route_class=JsonRoute, tags=["rankings"])
     responses=problem_responses(400, 408, 413, 415, 422, 500, 503, 504) | linked(similar=(SIMILAR, FIRST_ITEM)),
 )
 async def rank(asked: RankingRequest, models: ModelsDep, context: ContextDep) -> RankingResponse:
-    """Every candidate comes back once, ordered by the predictive logit, whether the subject has had it or not; an id
+    """Every candidate comes back once, ordered by the policy, whether the subject has had it or not; an id
     that was sent several times comes back once. Ids that the catalogue does not know stand last, `known: false`, in the
     order in which they were given. `confidence` is the number that a recommendation gives for the item."""
     with models.taken(asked.subject) as (model, ab_group):

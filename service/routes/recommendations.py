@@ -24,7 +24,8 @@ router = APIRouter(route_class=JsonRoute, tags=["recommendations"])
 )
 async def recommend(asked: RecommendationRequest, models: ModelsDep, context: ContextDep) -> RecommendationResponse:
     """For a stored user or session, or for a history told in the request. A subject that nobody has seen gets
-    the list of a user before any event, `cold_start: true`. While the stored state is unavailable the answer
+    the list of a user before any event, `cold_start: true`. A policy orders the list, by default the likeliest item
+    first, and changes nothing of what is said of an item. While the stored state is unavailable the answer
     is made from `fallback_history`, and `degraded` says so."""
     with models.taken(asked.subject) as (model, ab_group):
         return await model.recommender.recommend(asked, context, ab_group)
@@ -62,10 +63,10 @@ async def next_page(
     slates: SlatesDep,
     context: ContextDep,
 ) -> RecommendationResponse:
-    """More items under the same filters, by what is known of the subject now; `rank` goes on counting. No item of an
-    earlier page comes again, also when two calls run at the same time. At the end the page is shorter, then empty.
-    404 when the list is kept no longer: after its time, after the user's erasure or the session's merge, and of a list
-    that could not be kept."""
+    """More items under the same filters and the same policy and seed, by what is known of the subject now; `rank` goes
+    on counting. No item of an earlier page comes again, also when two calls run at the same time. At the end the page
+    is shorter, then empty. 404 when the list is kept no longer: after its time, after the user's erasure or the
+    session's merge, and of a list that could not be kept."""
     with context.timed("state"):
         slate = await slates.load(recommendation_id)
     with models.taken(slate.asked.subject) as (model, ab_group):

@@ -255,7 +255,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], Any], sign: boo
     (bundle / MANIFEST).write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("version", [0, 3, 5, "4", None])
+@pytest.mark.parametrize("version", [0, 4, 6, "5", None])
 def test_a_bundle_of_another_format_says_which_one_is_read(bundle: Path, version: Any) -> None:
     edit_manifest(bundle, lambda document: document.update(format_version=version))
     assert f"{MANIFEST} is of format {version}, this version reads {FORMAT_VERSION}" in complaint(bundle)
@@ -558,10 +558,10 @@ def worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> floa
     return max(golden_errors(found, expected).values())
 
 
-def ranker_outputs(items: list[int], logit: list[float], score: list[float]) -> dict[str, np.ndarray]:
+def ranker_outputs(items: list[int], key: list[float], score: list[float]) -> dict[str, np.ndarray]:
     return {
         "items": np.array([items]),
-        "logit": np.array([logit], np.float32),
+        "order_key": np.array([key], np.float32),
         "score_mean": np.array([score], np.float32),
     }
 
@@ -582,7 +582,7 @@ def test_equal_infinities_and_nans_are_no_error_and_a_lone_one_is() -> None:
     assert worst({"x": np.array([np.nan])}, {"x": np.array([0.0])}) == np.inf
 
 
-def test_items_in_another_order_are_an_error_unless_their_logits_tie() -> None:
+def test_items_in_another_order_are_an_error_unless_their_keys_tie() -> None:
     expected = ranker_outputs([7, 8, 9], [3.0, 2.0, 1.0], [30.0, 20.0, 10.0])
     swapped = ranker_outputs([8, 7, 9], [3.0, 2.0, 1.0], [20.0, 30.0, 10.0])
     tied = ranker_outputs([7, 8, 9], [2.00001, 2.0, 1.0], [30.0, 20.0, 10.0])

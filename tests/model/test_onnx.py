@@ -209,8 +209,13 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
         "k": [1],
         "temperature": [],
         "variance_scale": [],
+        "order_rows": ["num_ordered"],
+        "order_mean": ["num_ordered", width],
+        "order_precision": ["num_ordered", width],
+        "order_shrinkage": ["num_ordered"],
+        "order_kappa": ["num_ordered"],
     }
-    listed = ("items", "logit", "score_mean", "score_variance", "reliability")
+    listed = ("items", "order_key", "logit", "score_mean", "score_variance", "reliability")
     per_user = ("log_partition", "entropy", "mean_precision")
     assert axes(ranker.output) == {name: ["batch", "k"] for name in listed} | {name: ["batch"] for name in per_user}
 
@@ -280,6 +285,16 @@ def numbers(rows: list[list[int]]) -> NDArray[np.int64]:
     return padded
 
 
+NO_ORDER: Arrays = {
+    "order_rows": np.empty(0, np.int64),
+    "order_mean": np.empty((0, small_config().width), np.float32),
+    "order_precision": np.empty((0, small_config().width), np.float32),
+    "order_shrinkage": np.empty(0, np.float32),
+    "order_kappa": np.empty(0, np.float32),
+}
+"""Every list by its own logit."""
+
+
 def rank(
     exported: Exported,
     state: Arrays,
@@ -287,6 +302,7 @@ def rank(
     blocked: list[list[int]],
     k: int,
     temperature: float = TEMPERATURE,
+    order: Arrays | None = None,
 ) -> Arrays:
     inputs = state | {
         "seen": numbers(seen),
@@ -294,6 +310,7 @@ def rank(
         "k": np.array([k]),
         "temperature": np.array(temperature, np.float32),
         "variance_scale": exported.model.head.shrinkage().detach().numpy(),
+        **(order or NO_ORDER),
     }
     return exported.run("ranker", inputs)
 
@@ -342,7 +359,9 @@ def assert_ranked(
         rows = [number - FIRST_ITEM for number in expected]
         assert found["items"].shape == (len(seen), k)
         assert found["items"][row, : len(rows)].tolist() == expected
-        assert (found["logit"][row, len(rows) :] == -np.inf).all()
+        for name in ("order_key", "logit"):
+            assert (found[name][row, len(rows) :] == -np.inf).all()
+        assert_close(found["order_key"][row, : len(rows)], truth.scores.logit[rows], tol, "order key")
         for name in ("logit", "score_mean", "score_variance"):
             values = getattr(truth.scores, name)[rows]
             assert_close(found[name][row, : len(rows)], values, tol, name)
@@ -451,6 +470,96 @@ def test_the_ranker_equals_torch_on_encoded_histories(exported: Exported) -> Non
     assert_close(found["score_mean"], scores.mean.gather(1, order), FLOAT32_TOL, "mean")
     assert_close(found["score_variance"], scores.variance.gather(1, order), FLOAT32_TOL, "variance")
     assert_close(found["log_partition"], (scores.logit / TEMPERATURE).logsumexp(-1), FLOAT32_TOL)
+
+
+# --- orders -------------------------------------------------------------------------------------------------
+
+
+def order_of(rows: list[int], by: Arrays, shrinkage: list[float], kappa: list[float]) -> Arrays:
+    """The ranker's inputs for these rows, each with its own state of `by`."""
+    return {
+        "order_rows": np.array(rows),
+        "order_mean": by["mean"],
+        "order_precision": by["precision"],
+        "order_shrinkage": np.array(shrinkage, np.float32),
+        "order_kappa": np.array(kappa, np.float32),
+    }
+
+
+def expected_key(exported: Exported, by: Arrays, place: int, shrinkage: float, kappa: float) -> NDArray[np.float64]:
+    """(μ−m)/√(1 + s·c·v) + κ·√v of every item, in float64."""
+    truth = BruteForce(exported, by, place)
+    mean, variance = truth.scores.score_mean, truth.scores.score_variance
+    user = reference.final_state(
+        truth.mean, truth.precision, truth.params["final_norm_weight"], truth.params["final_norm_bias"]
+    ).user
+    average = user @ truth.params["token_embedding"][FIRST_ITEM:].mean(axis=0)
+    c = float(reference.softplus(truth.params["score_shrinkage_raw"])) if exported.model.config.filtering else 0.0
+    return (mean - average) / np.sqrt(1 + shrinkage * c * variance) + kappa * np.sqrt(variance)
+
+
+def test_named_rows_list_the_best_of_the_whole_catalogue_by_their_own_key(exported: Exported) -> None:
+    plain = not exported.model.config.filtering
+    rng = np.random.default_rng(20)
+    state = states(rng, 6, plain)
+    # Another state that is certain; the row's own with κ above and below 0; and what no policy asks for, both at once.
+    rows, shrinkage, kappa = [4, 0, 2, 5], [1.0, 0.0, 0.0, 0.5], [0.0, 1.5, -2.0, 0.7]
+    by = {name: values[rows].copy() for name, values in state.items()}
+    by["mean"][0] = rng.normal(size=by["mean"].shape[1])
+    by["precision"][0] = np.inf
+    by["mean"][3] = rng.normal(size=by["mean"].shape[1])
+    seen, blocked = [[4, 9]] * 6, [[5, 6], [], [7], [8], [4, 15], []]
+    k = 5
+
+    found = rank(exported, state, seen, blocked, k, order=order_of(rows, by, shrinkage, kappa))
+
+    for row in range(6):
+        truth = BruteForce(exported, state, row)
+        key = truth.scores.logit
+        if row in rows:
+            place = rows.index(row)
+            key = expected_key(exported, by, place, shrinkage[place], kappa[place])
+        left = [n for n in range(FIRST_ITEM, FIRST_ITEM + NUM_ITEMS) if n not in blocked[row]]
+        expected = sorted(left, key=lambda number: -key[number - FIRST_ITEM])[:k]
+        assert found["items"][row].tolist() == expected
+        listed = [number - FIRST_ITEM for number in expected]
+        assert_close(found["order_key"][row], key[listed], FLOAT32_TOL, "order key")
+        # What is said of an item, and of the user, is the state's, whatever the order.
+        assert_close(found["logit"][row], truth.scores.logit[listed], FLOAT32_TOL, "logit")
+        assert_close(found["score_mean"][row], truth.scores.score_mean[listed], FLOAT32_TOL, "score mean")
+        assert_close(found["score_variance"][row], truth.scores.score_variance[listed], FLOAT32_TOL, "score variance")
+        log_partition, entropy = truth.partition(seen[row])
+        assert_close(found["log_partition"][row], log_partition, FLOAT32_TOL, "log partition")
+        assert_close(found["entropy"][row], entropy, FLOAT32_TOL, "entropy")
+
+
+def test_an_order_changes_nothing_of_what_is_said_of_an_item(exported: Exported) -> None:
+    state = states(np.random.default_rng(21), 2, plain=not exported.model.config.filtering)
+    nothing: list[list[int]] = [[], []]
+    by = states(np.random.default_rng(22), 2, plain=True)
+
+    own = rank(exported, state, [[4], []], nothing, NUM_ITEMS)
+    other = rank(exported, state, [[4], []], nothing, NUM_ITEMS, order=order_of([1, 0], by, [1.0, 0.0], [0.0, 0.0]))
+
+    assert not np.array_equal(own["items"], other["items"])
+    for name in ("log_partition", "entropy", "mean_precision"):
+        np.testing.assert_array_equal(own[name], other[name])
+    by_item = [np.argsort(found["items"], axis=1) for found in (own, other)]
+    for name in ("logit", "score_mean", "score_variance", "reliability"):
+        mine, others = (np.take_along_axis(f[name], place, 1) for f, place in zip((own, other), by_item, strict=True))
+        np.testing.assert_allclose(mine, others, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_a_certain_state_orders_as_its_own_logit_does_and_kappa_adds_nothing_to_it(off: Exported) -> None:
+    state = states(np.random.default_rng(23), 3, plain=True)
+    nothing: list[list[int]] = [[]] * 3
+
+    own = rank(off, state, nothing, nothing, NUM_ITEMS)
+    other = rank(
+        off, state, nothing, nothing, NUM_ITEMS, order=order_of([0, 1, 2], state, [1.0, 0.0, 0.0], [0.0, 10.0, -10.0])
+    )
+
+    np.testing.assert_array_equal(own["items"], other["items"])
 
 
 # --- each function body alone -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from service.context import unhurried
 from service.engine import (
     EncoderRow,
     Engine,
+    Order,
     RankerRow,
     StepRow,
     choose_provider,
@@ -177,11 +178,14 @@ def test_the_recorded_outputs_of_the_step_count_for_parity(engine: Engine, tiny:
 def test_warming_runs_every_graph(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(open_bundle(resolve(tiny)), Settings(bundle=tiny, threads=1, max_batch_rows=4), Metrics())
     seen: set[tuple[str, tuple[int, ...], int]] = set()
+    ordered: set[tuple[int, int]] = set()
     run = engine.run
 
     def note(graph: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         shape = feeds["mean" if graph == RANKER else "items"].shape
         seen.add((graph, shape, feeds["past_key"].shape[3] if graph == STEP else 0))
+        if graph == RANKER:
+            ordered.add((len(feeds["mean"]), len(feeds["order_rows"])))
         return run(graph, feeds)
 
     monkeypatch.setattr(engine, "run", note)
@@ -192,6 +196,7 @@ def test_warming_runs_every_graph(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
         assert {(ENCODER, (batch, 8), 0), (ENCODER, (batch, 9), 0), (RANKER, (batch, 16), 0)} <= seen
         assert {(EXPLAINER, (batch, 8), 0), (EXPLAINER, (batch, 9), 0)} <= seen
         assert {(STEP, (batch, events), 8) for events in (1, 2, 4, 8)} <= seen
+        assert {(batch, 0), (batch, batch)} <= ordered
 
 
 def test_lists_of_different_sizes_and_filters_rank_in_a_batch_as_they_do_alone(engine: Engine) -> None:
@@ -208,6 +213,46 @@ def test_lists_of_different_sizes_and_filters_rank_in_a_batch_as_they_do_alone(e
         np.testing.assert_array_equal(ranking.items, alone.items)
         np.testing.assert_allclose(ranking.log_probability, alone.log_probability, rtol=1e-5, atol=1e-5)
         assert not np.isin(ranking.items, one.blocked).any()
+
+
+def test_rows_of_different_orders_rank_in_a_batch_as_they_do_alone(engine: Engine) -> None:
+    states = engine.run_rows(ENCODER, [row(1), row(2, 3), row(), row(4)])
+    other = engine.run_rows(ENCODER, [row(*range(MAX_LEN))])[0]
+    certain = np.full_like(other.precision, np.inf)
+    orders = [
+        Order(states[0].mean, states[0].precision, shrinkage=0.0, kappa=3.0),
+        None,
+        Order(other.mean, certain, shrinkage=1.0, kappa=0.0),
+        Order(states[3].mean, states[3].precision, shrinkage=0.0, kappa=-3.0),
+    ]
+    rows = [RankerRow(state, NOTHING, NOTHING, 100, order) for state, order in zip(states, orders, strict=True)]
+
+    together = engine.run_rows(RANKER, rows)
+
+    for one, ranking in zip(rows, together, strict=True):
+        alone = engine.run_rows(RANKER, [one])[0]
+        np.testing.assert_array_equal(ranking.items, alone.items)
+        np.testing.assert_allclose(ranking.log_probability, alone.log_probability, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(ranking.score_mean, alone.score_mean, rtol=1e-5, atol=1e-5)
+        by_logit = engine.run_rows(RANKER, [RankerRow(one.state, NOTHING, NOTHING, 100)])[0]
+        assert np.array_equal(ranking.items, by_logit.items) == (one.order is None)
+
+
+def test_only_rows_that_are_ordered_otherwise_give_the_ranker_work() -> None:
+    mean, precision = np.arange(3, dtype=np.float32), np.ones(3, np.float32)
+    own = RankerRow(State(mean, precision), NOTHING, NOTHING, 5)
+    ordered = RankerRow(State(mean, precision), NOTHING, NOTHING, 5, Order(mean + 1, precision * 2, 1.0, -0.5))
+
+    nobody, two = (ranker_inputs(rows, num_items=12) for rows in ([own, own], [own, ordered, own, ordered]))
+
+    names = ("order_rows", "order_mean", "order_precision", "order_shrinkage", "order_kappa")
+    assert [nobody[name].shape for name in names] == [(0,), (0, 3), (0, 3), (0,), (0,)]
+    assert two["order_rows"].tolist() == [1, 3]
+    assert two["order_mean"].tolist() == [[1, 2, 3]] * 2
+    assert two["order_precision"].tolist() == [[2, 2, 2]] * 2
+    assert (two["order_shrinkage"].tolist(), two["order_kappa"].tolist()) == ([1, 1], [-0.5, -0.5])
+    for inputs in (nobody, two):
+        assert [inputs[name].dtype for name in names] == [np.int64, *[np.float32] * 4]
 
 
 def test_a_list_ends_where_the_catalogue_does(engine: Engine) -> None:
@@ -276,6 +321,10 @@ async def test_a_score_that_is_no_number_is_an_error_and_not_an_answer(tiny: Pat
 
     with pytest.raises(InferenceFailed, match="no numbers"):
         await engine.rank(RankerRow(broken, NOTHING, NOTHING, 5), unhurried("test", 60))
+    sound = State(np.ones(width, np.float32), np.ones(width, np.float32))
+    order = Order(broken.mean, broken.precision, shrinkage=1.0, kappa=0.0)
+    with pytest.raises(InferenceFailed, match="no numbers"):
+        await engine.rank(RankerRow(sound, NOTHING, NOTHING, 5, order), unhurried("test", 60))
     await engine.close()
     with pytest.raises(EngineStopped):
         await engine.encode(row(), unhurried("test", 60))

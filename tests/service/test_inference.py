@@ -190,6 +190,11 @@ def test_encoder_step_and_ranker_make_the_list_of_the_api(server: Server) -> Non
         tensor("k", [5]),
         tensor("temperature", 0.8, "float32"),
         tensor("variance_scale", 0.7, "float32"),
+        tensor("order_rows", [], "int64"),
+        tensor("order_mean", np.empty((0, 16)), "float32"),
+        tensor("order_precision", np.empty((0, 16)), "float32"),
+        tensor("order_shrinkage", [], "float32"),
+        tensor("order_kappa", [], "float32"),
         outputs=[{"name": "items"}, {"name": "score_mean"}],
     ).json()["outputs"]
 
@@ -287,6 +292,27 @@ def step_inputs(bundle: Bundle, **changes: Any) -> list[dict[str, Any]]:
     return [fields | changes.get(name, {}) for name, fields in inputs.items()]
 
 
+def order(**changes: list[Any]) -> dict[str, dict[str, Any]]:
+    """Changes of the ranker's inputs: rows to be ordered otherwise."""
+    num = len(changes["rows"])
+    values = {
+        "mean": [[0.5] * 16] * num,
+        "precision": [[None] * 16] * num,
+        "shrinkage": [1.0] * num,
+        "kappa": [0.0] * num,
+    } | changes
+    width = {"mean": [16], "precision": [16]}
+    return {f"order_{name}": {"data": data, "shape": [num, *width.get(name, [])]} for name, data in values.items()}
+
+
+def test_rows_may_be_ordered_by_another_state(server: Server, bundle: Bundle) -> None:
+    answer = infer(server, RANKER, *ranker_inputs(bundle, **order(rows=[0])), outputs=[{"name": "order_key"}])
+
+    assert answer.status_code == 200, answer.text
+    key = answer.json()["outputs"][0]["data"]
+    assert key == sorted(key, reverse=True)
+
+
 def ranker_inputs(bundle: Bundle, **changes: Any) -> list[dict[str, Any]]:
     case = next(case for case in bundle.golden_cases() if case.graph == RANKER)
     inputs = {name: tensor(name, values) for name, values in case.inputs.items()}
@@ -307,6 +333,13 @@ def ranker_inputs(bundle: Bundle, **changes: Any) -> list[dict[str, Any]]:
         (RANKER, {"temperature": {"data": [0]}}, "temperature"),
         (RANKER, {"temperature": {"data": []}}, "values"),
         (RANKER, {"variance_scale": {"data": [-1]}}, "variance_scale"),
+        (RANKER, {"order_rows": {"data": [1], "shape": [1]}}, "num_ordered"),
+        (RANKER, order(rows=[1]), "order_rows.data: accepted: rows, 0 to 0, each once"),
+        (RANKER, order(rows=[-1]), "rows, 0 to 0"),
+        (RANKER, order(rows=[0, 0]), "each once"),
+        (RANKER, order(rows=[0], precision=[[0.0] * 16]), "order_precision.data: accepted: positive numbers, or null"),
+        (RANKER, order(rows=[0], shrinkage=[-0.5]), "order_shrinkage"),
+        (RANKER, order(rows=[0], kappa=[1e39]), "beyond FP32"),
         (RANKER, {"precision": {"data": [0.0] * 16, "shape": [1, 16]}}, "precision"),
         (RANKER, {"precision": {"data": [None] * 16, "shape": [1, 16]}}, "numbers only"),
         (RANKER, {"mean": {"data": [0.0] * 15, "shape": [1, 15]}}, "mean has the shape [batch, 16]"),

@@ -11,9 +11,20 @@ from model.config import BOS, FIRST_ITEM, UNK, UNKNOWN_BASE
 from model.registry import resolve
 from service.engine import Ranking
 from service.errors import InferenceFailed
-from service.ranking import History, encoder_row, entries, filters, list_confidence, translated
+from service.filtered import State
+from service.ranking import (
+    History,
+    drawn,
+    encoder_row,
+    entries,
+    filters,
+    list_confidence,
+    order,
+    policy_of,
+    translated,
+)
 from service.recommender import told_history
-from service.schemas import HistoryEvent
+from service.schemas import HistoryEvent, Policy, RecommendationRequest
 from tests.service.bundles import COUNTS, ITEM_IDS, NUM_ITEMS, calibrated_for, variant
 
 NOTHING = np.empty(0, np.int64)
@@ -88,6 +99,7 @@ def ranking_of(probability: list[float], items: list[int], reliability: float = 
     size = len(items)
     return Ranking(
         items=np.array(items),
+        order_key=np.arange(size, 0, -1).astype(np.float32),
         log_probability=np.log(probability),
         score_mean=np.arange(size, 0, -1).astype(np.float32),
         score_variance=np.full(size, 4.0, np.float32),
@@ -190,3 +202,68 @@ def test_a_told_history_carries_seconds_and_no_number_where_an_event_has_no_time
     # `date -u -d 2025-11-29T14:00:00.5Z +%s.%N`
     np.testing.assert_array_equal(found.timestamps, [1_764_424_800.25, np.nan, 1_764_424_800.5])
     assert found.timestamps.dtype == np.float64
+
+
+# ---- policies --------------------------------------------------------------------------------------------
+
+
+def some_state(width: int = 3) -> State:
+    return State(np.arange(width, dtype=np.float32), np.array([4.0, 0.25, 1e6], np.float32)[:width])
+
+
+def policy(name: str, kappa: float | None = None, seed: int | None = None) -> Policy:
+    return Policy.model_validate({"name": name, "kappa": kappa, "seed": seed})
+
+
+def test_a_policy_is_asked_for_with_what_it_has_and_the_rest_is_filled_in() -> None:
+    def of(**fields: object) -> Policy:
+        return policy_of(RecommendationRequest.model_validate({"user_id": "a", **fields}))
+
+    assert of() == policy("mean")
+    assert of(policy="lcb") == policy("lcb", kappa=1.0)
+    assert of(policy="ucb", kappa=0) == policy("ucb", kappa=0.0)
+    assert of(policy="thompson", seed=3.0) == policy("thompson", seed=3)
+    seeds = {of(policy="thompson").seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(seed is not None and 0 <= seed < 2**32 for seed in seeds)
+
+
+def test_the_mean_is_ordered_by_the_state_s_own_logit_and_a_bound_by_its_score() -> None:
+    state = some_state()
+
+    assert order(policy("mean"), state) is None
+    for name, kappa in (("lcb", -1.5), ("ucb", 1.5)):
+        made = order(policy(name, kappa=1.5), state)
+        assert made is not None
+        assert (made.shrinkage, made.kappa) == (0.0, kappa)
+        np.testing.assert_array_equal([made.mean, made.precision], [state.mean, state.precision])
+
+
+def test_thompson_is_ordered_by_the_logit_of_a_drawn_state_that_is_certain() -> None:
+    made = order(policy("thompson", seed=0), some_state())
+
+    assert made is not None
+    assert (made.shrinkage, made.kappa) == (1.0, 0.0)
+    assert np.isinf(made.precision).all()
+    # The first three standard normal numbers of NumPy's frozen stream of seed 0.
+    noise = np.array([1.764052345967664, 0.4001572083672233, 0.9787379841057392])
+    np.testing.assert_allclose(made.mean, [0 + noise[0] / 2, 1 + noise[1] * 2, 2 + noise[2] / 1000], rtol=1e-6)
+    assert made.mean.dtype == np.float32
+
+
+def test_draws_are_those_of_the_posterior() -> None:
+    state = some_state()
+
+    draws = np.array([drawn(state, seed) for seed in range(4000)], np.float64)
+
+    std = np.array([0.5, 2.0, 0.001])
+    # Five standard errors of a mean, and of a variance, which is normal at this size.
+    assert (np.abs(draws.mean(0) - state.mean) < 5 * std / np.sqrt(4000)).all()
+    assert (np.abs(draws.var(0) / std**2 - 1) < 5 * np.sqrt(2 / 4000)).all()
+    assert (np.abs(np.corrcoef(draws.T) - np.eye(3)) < 5 / np.sqrt(4000)).all()
+
+
+def test_a_state_that_is_certain_is_drawn_as_it_is() -> None:
+    state = State(np.arange(3, dtype=np.float32), np.full(3, np.inf, np.float32))
+
+    np.testing.assert_array_equal(drawn(state, 5), state.mean)

@@ -41,7 +41,7 @@ class RecordingEngine:
 
     async def rank(self, row: RankerRow, request: RequestContext) -> Ranking:
         nothing = np.empty(0)
-        return Ranking(nothing.astype(np.int64), nothing, nothing, nothing, nothing, 0.0, 1.0)
+        return Ranking(nothing.astype(np.int64), nothing, nothing, nothing, nothing, nothing, 0.0, 1.0)
 
     async def explain(self, row: EncoderRow, request: RequestContext) -> Heard:
         raise AssertionError("nobody asked for reasons")
