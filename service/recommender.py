@@ -457,6 +457,7 @@ class Recommender:
             made_ms=made_ms,
             model_name=self._model.name,
             model_version=self._model.version,
+            event=self._calibration.event,
             item_ids=self._ids(made.listed),
             scores=tuple(entry.score for entry in made.listed),
             stds=tuple(entry.std for entry in made.listed),

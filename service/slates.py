@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from model.bundle import Event
 from service.background import Saves
 from service.errors import RecommendationNotFound
 from service.states.interface import Store, Subject
@@ -65,7 +66,7 @@ class Told(_Document):
 class Asked(_Document):
     """What every page of a slate is made from. Exactly one of `subject` and `told` is given."""
 
-    layout: Literal[2] = 2
+    layout: Literal[3] = 3
     recommendation_id: str
     subject: Subject | None
     told: Told | None
@@ -82,6 +83,8 @@ class Page(_Document):
     """When the subject was read for it, since 1970."""
     model_name: str
     model_version: str
+    event: Event
+    """What the confidences are probabilities of."""
     policy: Policy = "mean"
     seed: int | None = None
     """Of the draws behind the list; none are made under this policy."""
@@ -109,6 +112,17 @@ class Slate:
     def passed(self) -> list[str]:
         """Ids of all items that no later page has."""
         return [item_id for page in self.pages for item_id in (*page.item_ids, *page.left_out)]
+
+    def was_told(self, item_id: str) -> bool:
+        """Whether an item is in the history that was told instead of a subject."""
+        told = self.asked.told
+        return told is not None and (
+            item_id in told.other_seen or any(item_id == event.item_id for event in told.events)
+        )
+
+    def pages_at(self, now_ms: int) -> tuple[Page, ...]:
+        """The pages given out by a time since 1970; always the first, since the clocks of replicas differ."""
+        return self.pages[:1] + tuple(page for page in self.pages[1:] if page.made_ms <= now_ms)
 
 
 def new_recommendation_id(subject: Subject | None) -> str:
@@ -180,6 +194,14 @@ class Slates:
             StateError: the store cannot say. The page may have been given out, and then nobody gets its items.
         """
         return await self._store.append_page(slate.asked.recommendation_id, len(slate.pages), _pack(page))
+
+    async def settle(self, slate: Slate) -> bool:
+        """Note that it is known what followed a slate; False when it was known before, or the slate is gone.
+
+        Raises:
+            StateError: the store cannot say. It may be noted.
+        """
+        return await self._store.settle_slate(slate.asked.recommendation_id)
 
     async def finish_saves(self) -> None:
         """Return when no save is under way."""
