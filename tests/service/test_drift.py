@@ -586,7 +586,7 @@ async def test_no_event_waits_for_the_watch_and_what_waits_there_is_bounded(
 
 @pytest.mark.anyio
 async def test_a_list_whose_pages_are_of_two_models_counts_for_neither(tiny: Path, tmp_path: Path) -> None:
-    other = variant(tiny, tmp_path, calibrated_for("next_item"), name="other")
+    other = variant(tiny, tmp_path, calibrated_for("next_item"), name="other", event="next_item")
     store = MemoryStore(lineage="tiny-catalogue", limits=LIMITS)
     async with watched(tiny, store) as old, watched(other, store) as new:
         answer = await old.recommend("ann")
@@ -604,7 +604,7 @@ async def test_a_list_whose_pages_are_of_two_models_counts_for_neither(tiny: Pat
 async def test_an_event_counts_for_the_model_that_made_the_list_and_repeats_count_where_they_are_meant(
     tiny: Path, tmp_path: Path
 ) -> None:
-    other = variant(tiny, tmp_path, calibrated_for("next_item"), name="other")
+    other = variant(tiny, tmp_path, calibrated_for("next_item"), name="other", event="next_item")
     store = MemoryStore(lineage="tiny-catalogue", limits=LIMITS)
     async with watched(tiny, store) as first, watched(other, store) as second:
         had = first.service.bundle.items.item_id(7)
