@@ -24,7 +24,7 @@ from service import drift as drift_module
 from service.context import unhurried
 from service.drift import Drift, DriftWatch, Following, ModelKey, Settlement, Unsettled, drift, settlement
 from service.ingest import Ingest
-from service.schemas import EventIn, RecommendationRequest, RecommendationResponse
+from service.schemas import EventIn, Policy, RecommendationRequest, RecommendationResponse
 from service.slates import Asked, Page, Slate, Slates, Told, ToldEvent
 from service.states import MemoryStore, RedisStore, StateUnavailable, Store, StoreLimits, Subject
 from service.states.scripts import slate_key
@@ -50,6 +50,7 @@ def page(*items: str, made_ms: int = 1_000, version: str = "a", event: Event = "
         made_ms=made_ms,
         model_name="tiny",
         model_version=version * 16,
+        basis=None,
         event=event,
         item_ids=items,
         scores=(0.0,) * len(items),
@@ -64,6 +65,7 @@ def slate(*pages: Page, subject: Subject | None = ANN, told: Told | None = None)
         recommendation_id=f"b000-{'0' * 32}",
         subject=subject,
         told=told,
+        policy=Policy(name="mean", kappa=None, seed=None),
         exclude_seen=True,
         exclude_item_ids=(),
         allow_item_ids=None,
