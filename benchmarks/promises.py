@@ -175,8 +175,8 @@ class World:
     def kept_lists(self, subject: Subject) -> list[list[str]]:
         """Items of the first page of each kept list that was made for a subject, whether or not it is named there."""
         slates = [self.client.hgetall(key) for key in self.client.scan_iter(f"bft:1:{{{bucket(subject.id)}}}:r:*")]
-        unpacked = [{field: json.loads(zlib.decompress(value)) for field, value in slate.items()} for slate in slates]
-        return [slate[b"p0"]["item_ids"] for slate in unpacked if slate and slate[b"a"]["subject"] == list(subject)]
+        unpacked = [[json.loads(zlib.decompress(slate[name])) for name in (b"a", b"p0")] for slate in slates if slate]
+        return [page["item_ids"] for asked, page in unpacked if asked["subject"] == list(subject)]
 
     def record(self, user: str) -> UserRecord:
         """What is stored of a user's history."""

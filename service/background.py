@@ -21,7 +21,9 @@ class Saves:
         metrics: counts what becomes of them.
     """
 
-    def __init__(self, what: Literal["state", "slate"], max_number: int, max_bytes: int, metrics: Metrics) -> None:
+    def __init__(
+        self, what: Literal["state", "slate", "settlement"], max_number: int, max_bytes: int, metrics: Metrics
+    ) -> None:
         self._what = what
         self._counter = metrics.saves
         self._max_number = max_number

@@ -219,6 +219,12 @@ class GuardedStore:
             "append_page", lambda: self._store.append_page(recommendation_id, num_pages, page)
         )
 
+    async def settle_slate(self, recommendation_id: str) -> bool:
+        """As in `Store`."""
+        return await self._of_slate(recommendation_id).call(
+            "settle_slate", lambda: self._store.settle_slate(recommendation_id)
+        )
+
     async def slates(self, subject: Subject) -> list[SlateRef]:
         """As in `Store`."""
         return await self._of_subject(subject).call("slates", lambda: self._store.slates(subject))

@@ -9,9 +9,18 @@ from typing import TypeVar
 
 from model.bundle import Items
 from service.context import RequestContext
+from service.drift import DriftWatch, Following
 from service.errors import BeforeErasure, InvalidRequest, ServiceError, state_problem
 from service.schemas import EventIn, EventResult, EventStatus
-from service.states.interface import AppendStatus, Event, StateError, Store, Subject, UnknownItemsFull
+from service.states.interface import (
+    AppendStatus,
+    Event,
+    StateError,
+    Store,
+    Subject,
+    UnknownItemsFull,
+    wall_clock_ms,
+)
 from service.telemetry import Metrics
 from service.values import check_id, check_timestamp, check_weight, identity_hash
 
@@ -62,12 +71,14 @@ class Ingest:
         items: the served catalogue.
         store: where the events go.
         metrics: counts events by status.
+        drift: is told of the events that name a recommendation.
     """
 
-    def __init__(self, items: Items, store: Store, metrics: Metrics) -> None:
+    def __init__(self, items: Items, store: Store, metrics: Metrics, drift: DriftWatch) -> None:
         self._items = items
         self._store = store
         self._metrics = metrics
+        self._drift = drift
 
     async def append(
         self, events: Sequence[EventIn], idempotency_key: str | None, request: RequestContext
@@ -90,6 +101,7 @@ class Ingest:
                 outcomes[place] = error
         with request.timed("state"):
             outcomes |= await self._store_all(checked)
+        self._drift.follow(_following(checked, outcomes, wall_clock_ms()))
         results = [_result(outcomes[place], checked.get(place)) for place in range(len(events))]
         for result in results:
             self._metrics.events.labels(result.status).inc()
@@ -194,10 +206,28 @@ def _subject(event: EventIn) -> Subject:
     return Subject("session", checked_field("session_id", check_id, event.session_id or ""))
 
 
+def _following(
+    checked: Mapping[int, CheckedEvent], outcomes: Mapping[int, Outcome], arrived_ms: int
+) -> list[Following]:
+    """The stored events that name a recommendation, in order."""
+    return [
+        Following(
+            recommendation_id=event.recommendation_id,
+            subject=event.subject,
+            item_id=event.item_id,
+            weight=event.weight,
+            is_repeated=outcomes[place] is AppendStatus.repeated,
+            arrived_ms=arrived_ms,
+        )
+        for place, event in checked.items()
+        if event.recommendation_id is not None and outcomes[place] in (AppendStatus.accepted, AppendStatus.repeated)
+    ]
+
+
 def _result(outcome: Outcome, event: CheckedEvent | None) -> EventResult:
     idempotent = event is not None and event.identity is not None
     match outcome:
-        case AppendStatus.accepted:
+        case AppendStatus.accepted | AppendStatus.repeated:
             return EventResult(status=EventStatus.accepted, idempotent=idempotent)
         case AppendStatus.duplicate:
             return EventResult(status=EventStatus.duplicate, idempotent=idempotent)

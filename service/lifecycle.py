@@ -14,6 +14,7 @@ from model.registry import resolve
 from service.batches import Batches
 from service.breaker import GuardedStore
 from service.context import unhurried
+from service.drift import DriftWatch
 from service.errors import NotReady, StartError
 from service.models import Model, Models, Shared, load
 from service.settings import Settings
@@ -50,6 +51,7 @@ class Life:
         self._models: Models | None = None
         self._store: Store | None = None
         self._slates: Slates | None = None
+        self._drift: DriftWatch | None = None
         self.batches = Batches(settings.max_in_flight, settings.max_batch_rows)
 
     @property
@@ -65,6 +67,13 @@ class Life:
         if self._slates is None:
             raise NotReady(f"the service is {self.phase.value}", retry_after_s=1)
         return self._slates
+
+    @property
+    def drift(self) -> DriftWatch:
+        """Raises NotReady outside `open`."""
+        if self._drift is None:
+            raise NotReady(f"the service is {self.phase.value}", retry_after_s=1)
+        return self._drift
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Models]:
@@ -95,8 +104,10 @@ class Life:
         stack.push_async_callback(store.close)
         self._slates = slates = Slates(store, self.metrics)
         stack.push_async_callback(slates.finish_saves)
+        self._drift = drift = DriftWatch(slates, metrics)
+        stack.push_async_callback(drift.finish)
         registry = registry_of(settings.bundle)
-        models = Models(first, registry, Shared(settings, metrics, store, slates, IdHasher()))
+        models = Models(first, registry, Shared(settings, metrics, store, slates, drift, IdHasher()))
         stack.push_async_callback(models.close)
         await models.start()
         if registry is not None and settings.registry_poll_s > 0:

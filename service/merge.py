@@ -70,6 +70,6 @@ class Tally:
         for event, status in zip(events, statuses, strict=True):
             self.statuses.setdefault(event.identity or b"", status)
 
-    def number(self, status: AppendStatus) -> int:
-        """Events of one status."""
-        return Counter(self.statuses.values())[status]
+    def number(self, *statuses: AppendStatus) -> int:
+        """Events of one of these statuses."""
+        return sum(status in statuses for status in self.statuses.values())

@@ -27,6 +27,7 @@ from model.bundle import ENCODER, MANIFEST, PARITY_TOLERANCE, Bundle, BundleErro
 from model.config import BOS
 from model.registry import RegistryIndex, read_index
 from service.context import RequestContext
+from service.drift import DriftWatch, ModelKey
 from service.engine import EncoderRow, Engine, RankerRow
 from service.errors import (
     BundleRefused,
@@ -138,6 +139,7 @@ class Shared:
     metrics: Metrics
     store: Store
     slates: Slates
+    drift: DriftWatch
     hasher: IdHasher
 
 
@@ -170,7 +172,7 @@ class Model:
             subjects=subjects,
             recommender=Recommender(bundle, subjects, engine, nobody, shared.metrics, shared.hasher, shared.slates),
             similar=SimilarItems(bundle),
-            ingest=Ingest(bundle.items, shared.store, shared.metrics),
+            ingest=Ingest(bundle.items, shared.store, shared.metrics, shared.drift),
             users=Users(bundle.items, subjects, shared.store, shared.hasher),
             load_seconds=loaded.seconds,
             loaded_at=datetime.now(UTC),
@@ -545,6 +547,7 @@ class Models:
     def _show(self, active: Active) -> None:
         for model in active.models:
             self._shared.metrics.model_info.labels(model.bundle.manifest.name, model.version).set(1)
+            self._shared.drift.expect(ModelKey(model.bundle.manifest.name, model.version))
 
     def _retire(self, model: Model) -> None:
         self._retired.add(model)

@@ -467,6 +467,7 @@ class Recommender:
             model_name=self._model.name,
             model_version=self._model.version,
             basis=made.basis,
+            event=self._calibration.event,
             item_ids=self._ids(made.listed),
             scores=tuple(entry.score for entry in made.listed),
             stds=tuple(entry.std for entry in made.listed),

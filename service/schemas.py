@@ -582,7 +582,11 @@ class EventIn(_Request):
     timestamp: _EventTimestamp = Field(None, description=_TIMESTAMP + "; left out: now")
     type: _EventId | None = None
     weight: _EventWeight = Field(1.0, description="0 to 1,000,000; 0 only marks the item as seen")
-    recommendation_id: _EventId | None = Field(None, description="of the list that the event followed; for retraining")
+    recommendation_id: _EventId | None = Field(
+        None,
+        description="of the list that the subject was shown last before the event, whether or not the item is in it; "
+        "for retraining, and to tell whether the confidences hold",
+    )
 
 
 class EventsRequest(_Request):
@@ -804,6 +808,18 @@ class ActiveModels(_Answer):
 Role = Annotated[Literal["default", "canary", "retired"], Field(description="retired: only finishes requests")]
 
 
+class ModelDrift(_Answer):
+    """What followed a model's lists, against what their confidences promised. The figures are null before 100 lists
+    are settled."""
+
+    settled: int = Field(description="lists of which this process knows what followed: the latest, up to 10,000")
+    mean_list_confidence: float | None = Field(description="of these lists, as far as they had been shown")
+    hit_rate: float | None = Field(description="share of these lists that held the event that followed")
+    difference: float | None = Field(description="hit_rate − mean_list_confidence; 0: the confidences hold")
+    interval: tuple[float, float] | None = Field(description="95 % confidence interval of the difference")
+    zero_inside: bool | None = Field(description="whether the interval holds 0: no drift is shown")
+
+
 class LoadedModel(_Answer):
     """A model in memory."""
 
@@ -825,6 +841,7 @@ class LoadedModel(_Answer):
     loaded_at: datetime
     load_seconds: float
     num_requests: int = Field(description="that hold it now")
+    drift: ModelDrift
 
 
 class KnownRegistry(_Answer):

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from model.bundle import Event
 from service.background import Saves
 from service.errors import RecommendationNotFound
 from service.filtered import State
@@ -113,6 +114,8 @@ class Page(_Document):
     model_version: str
     basis: Basis | None
     """None: that of the page before."""
+    event: Event
+    """What the confidences are probabilities of."""
     item_ids: tuple[str, ...]
     scores: tuple[float, ...]
     stds: tuple[float, ...]
@@ -142,6 +145,17 @@ class Slate:
     def passed(self) -> list[str]:
         """Ids of all items that no later page has."""
         return [item_id for page in self.pages for item_id in (*page.item_ids, *page.left_out)]
+
+    def was_told(self, item_id: str) -> bool:
+        """Whether an item is in the history that was told instead of a subject."""
+        told = self.asked.told
+        return told is not None and (
+            item_id in told.other_seen or any(item_id == event.item_id for event in told.events)
+        )
+
+    def pages_at(self, now_ms: int) -> tuple[Page, ...]:
+        """The pages given out by a time since 1970; always the first, since the clocks of replicas differ."""
+        return self.pages[:1] + tuple(page for page in self.pages[1:] if page.made_ms <= now_ms)
 
 
 def new_recommendation_id(subject: Subject | None) -> str:
@@ -215,6 +229,14 @@ class Slates:
         if page.basis == slate.basis:
             page = page.model_copy(update={"basis": None})
         return await self._store.append_page(slate.asked.recommendation_id, len(slate.pages), _pack(page))
+
+    async def settle(self, slate: Slate) -> bool:
+        """Note that it is known what followed a slate; False when it was known before, or the slate is gone.
+
+        Raises:
+            StateError: the store cannot say. It may be noted.
+        """
+        return await self._store.settle_slate(slate.asked.recommendation_id)
 
     async def finish_saves(self) -> None:
         """Return when no save is under way."""

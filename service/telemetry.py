@@ -170,7 +170,8 @@ class Metrics:
         )
         self.saves = Counter(
             "bft_saves",
-            "Writes behind an answer: of a state or a slate; kept, failed, or dropped because too many are under way",
+            "Writes behind an answer: of a state, a slate, or that slates are settled; kept, failed, or dropped "
+            "because too many are under way",
             ["what", "outcome"],
             registry=self.registry,
         )
@@ -225,6 +226,28 @@ class Metrics:
             registry=self.registry,
         )
         self.events = Counter("bft_events", "Events by what became of them", ["status"], registry=self.registry)
+        of_model = ["name", "version"]
+        self.slates_settled = Counter(
+            "bft_slates_settled", "Lists of which it is known what followed", of_model, registry=self.registry
+        )
+        self.slates_hit = Counter(
+            "bft_slates_hit", "Settled lists that held the event that followed", of_model, registry=self.registry
+        )
+        self.slates_confidence = Counter(
+            "bft_slates_list_confidence",
+            "Sum of the list confidences of the settled lists: the hits that were promised",
+            of_model,
+            registry=self.registry,
+        )
+        self.slates_unsettled = Counter(
+            "bft_slates_unsettled", "Events that named a list and settled none", ["reason"], registry=self.registry
+        )
+        self.drift = Gauge(
+            "bft_list_confidence_drift",
+            "Share of hits less mean list confidence, over the lists that this process settled last",
+            of_model,
+            registry=self.registry,
+        )
         self.model_info = Gauge(
             "bft_model_info", "1, labelled with each served model", ["name", "version"], registry=self.registry
         )

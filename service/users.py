@@ -86,7 +86,7 @@ class Users:
                     return MergeResponse(
                         user_id=user_id,
                         from_session_id=session_id,
-                        num_merged=tally.number(AppendStatus.accepted),
+                        num_merged=tally.number(AppendStatus.accepted, AppendStatus.repeated),
                         num_duplicates=tally.number(AppendStatus.duplicate),
                         num_refused=tally.number(AppendStatus.erased),
                     )

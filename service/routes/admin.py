@@ -4,15 +4,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
 
+from service.drift import DriftWatch, ModelKey
 from service.errors import PreconditionRequired, problem_responses
 from service.models import Active, Model, Models, RegistryView
-from service.routes.dependencies import ContextDep, JsonRoute, ModelsDep
+from service.routes.dependencies import ContextDep, DriftDep, JsonRoute, ModelsDep
 from service.routes.links import DEFAULT, DEFAULT_OF_ALL, ETAG, GET_ACTIVE, PUT_ACTIVE, linked
 from service.schemas import (
     ActiveModels,
     ActiveModelsRequest,
     KnownRegistry,
     LoadedModel,
+    ModelDrift,
     ModelsResponse,
     RefusedBundle,
     Role,
@@ -26,11 +28,12 @@ router = APIRouter(route_class=JsonRoute, tags=["models"])
     summary="What is loaded, and what could be",
     responses=problem_responses(401, 422, 500, 503, 504) | linked(put_active=(PUT_ACTIVE, ETAG, DEFAULT_OF_ALL)),
 )
-async def list_models(models: ModelsDep, response: Response) -> ModelsResponse:
-    """The ETag is that of `active`: equal on all replicas that serve the same models in the same way."""
+async def list_models(models: ModelsDep, drift: DriftDep, response: Response) -> ModelsResponse:
+    """The ETag is that of `active`: equal on all replicas that serve the same models in the same way. It does not cover
+    `drift`."""
     view = await models.look()
     _tag(response, models)
-    return _described(models, view)
+    return _described(models, drift, view)
 
 
 @router.get(
@@ -73,7 +76,7 @@ def _tag(response: Response, models: Models) -> None:
     response.headers["Cache-Control"] = "no-store"
 
 
-def _described(models: Models, view: RegistryView) -> ModelsResponse:
+def _described(models: Models, drift: DriftWatch, view: RegistryView) -> ModelsResponse:
     active = models.active
     registry = None
     if models.has_registry:
@@ -85,7 +88,7 @@ def _described(models: Models, view: RegistryView) -> ModelsResponse:
         )
     return ModelsResponse(
         active=_active(models),
-        loaded=[_loaded(model, active) for model in (*active.models, *models.retired)],
+        loaded=[_loaded(model, active, drift) for model in (*active.models, *models.retired)],
         loading=list(models.loading),
         registry=registry,
         refused=[RefusedBundle(version=it.version, reason=it.reason, at=it.at) for it in models.refused],
@@ -102,7 +105,7 @@ def _active(models: Models) -> ActiveModels:
     )
 
 
-def _loaded(model: Model, active: Active) -> LoadedModel:
+def _loaded(model: Model, active: Active, drift: DriftWatch) -> LoadedModel:
     manifest, engine = model.bundle.manifest, model.engine
     role: Role = "default" if model is active.default else "canary" if model is active.canary else "retired"
     return LoadedModel(
@@ -122,4 +125,17 @@ def _loaded(model: Model, active: Active) -> LoadedModel:
         loaded_at=model.loaded_at,
         load_seconds=round(model.load_seconds, 3),
         num_requests=model.num_requests,
+        drift=_drift(drift, ModelKey(manifest.name, manifest.version)),
+    )
+
+
+def _drift(watch: DriftWatch, model: ModelKey) -> ModelDrift:
+    found = watch.drift(model)
+    return ModelDrift(
+        settled=found.settled,
+        mean_list_confidence=found.mean_list_confidence,
+        hit_rate=found.hit_rate,
+        difference=found.difference,
+        interval=found.interval,
+        zero_inside=None if found.interval is None else found.interval[0] <= 0 <= found.interval[1],
     )

@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 
 from service.batches import Batches
 from service.context import RequestContext
+from service.drift import DriftWatch
 from service.ingest import checked_field
 from service.lifecycle import Life
 from service.models import Model, Models
@@ -66,6 +67,11 @@ async def get_slates(request: Request) -> Slates:
     return (await get_life(request)).slates
 
 
+async def get_drift(request: Request) -> DriftWatch:
+    """What followed the lists."""
+    return (await get_life(request)).drift
+
+
 async def get_batches(request: Request) -> Batches:
     """What answers several requests at once."""
     return (await get_life(request)).batches
@@ -86,6 +92,7 @@ UserIdDep = Annotated[str, Depends(get_user_id)]
 ItemIdDep = Annotated[str, Depends(get_item_id)]
 RecommendationIdDep = Annotated[str, Depends(get_recommendation_id)]
 SlatesDep = Annotated[Slates, Depends(get_slates)]
+DriftDep = Annotated[DriftWatch, Depends(get_drift)]
 BatchesDep = Annotated[Batches, Depends(get_batches)]
 
 

@@ -198,6 +198,9 @@ class AppendStatus(StrEnum):
     """What became of one event of an `append`."""
 
     accepted = "accepted"
+    """Stored; its item is new to the subject."""
+    repeated = "repeated"
+    """Stored; the subject had had its item before, or earlier in the same call."""
     duplicate = "duplicate"
     """Its identity is among the subject's recent ones, or earlier in the same call."""
     erased = "erased"
@@ -393,6 +396,13 @@ class Store(Protocol):
         """Add a page to a slate of `num_pages`; False, and nothing written, when it has others or is gone.
 
         Of callers who add to one slate at the same time exactly one is told True.
+        """
+        ...
+
+    async def settle_slate(self, recommendation_id: str) -> bool:
+        """Note that it is known what followed a slate; False when that was noted before, or the slate is gone.
+
+        Of callers who settle one slate at the same time exactly one is told True.
         """
         ...
 

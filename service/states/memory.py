@@ -73,6 +73,7 @@ class _KeptSlate:
     subject: Subject | None
     parts: list[bytes]
     expires_ms: int
+    is_settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,8 @@ class MemoryStore:
             held.update((item, timestamp_ms) for timestamp_ms, item, _ in history.events)
         statuses: list[AppendStatus] = []
         accepted: list[Event] = []
-        for event in events:
+        places: list[int] = []
+        for place, event in enumerate(events):
             if erased_ms is not None and self._is_refused(event, erased_ms, now_ms):
                 statuses.append(AppendStatus.erased)
             elif held[moment := (event.item_number, event.timestamp_ms)] > 0 or event.identity in known:
@@ -187,6 +189,7 @@ class MemoryStore:
             else:
                 statuses.append(AppendStatus.accepted)
                 accepted.append(event)
+                places.append(place)
                 if event.identity is not None:
                     known.add(event.identity)
         numbers = [*(seen if erased_ms is None else ()), *(event.item_number for event in accepted)]
@@ -200,13 +203,16 @@ class MemoryStore:
             history = _History(epoch=max(now_ms // 1000, tombstone.next_epoch if tombstone else 0))
             self._histories[subject.kind][subject.id] = history
         self._add_to_history(history, accepted)
-        is_new = self._add_to_seen(history, numbers)
+        is_first = self._add_to_seen(history, numbers)
+        for place, is_new in zip(places, is_first[len(numbers) - len(accepted) :], strict=True):
+            if not is_new:
+                statuses[place] = AppendStatus.repeated
         self._add_identities(subject, identities, accepted, now_ms)
         history.expires_ms = now_ms + self._limits.ttl_s(subject) * 1000
         self._histories[subject.kind].move_to_end(subject.id)
         if merged_from is None:
             outbox.extend(_outbox_entry(subject, event) for event in accepted)
-        elif accepted or is_new:
+        elif accepted or any(is_first):
             outbox.append(
                 {"kind": "merge", "user_id": subject.id, "session_id": merged_from, "timestamp_ms": str(now_ms)}
             )
@@ -232,15 +238,18 @@ class MemoryStore:
             history.count += 1
         history.epoch += is_late
 
-    def _add_to_seen(self, history: _History, numbers: list[int]) -> bool:
-        """Whether any was new."""
-        held = history.old_seen | history.young_seen
-        new = [number for number in dict.fromkeys(numbers) if number not in held]
-        for number in new:
+    def _add_to_seen(self, history: _History, numbers: list[int]) -> list[bool]:
+        """At which places a new number stands for the first time."""
+        held, is_first = history.old_seen | history.young_seen, []
+        for number in numbers:
+            is_first.append(number not in held)
+            if number in held:
+                continue
+            held.add(number)
             if len(history.young_seen) == self._limits.seen_limit // 2:
                 history.old_seen, history.young_seen = history.young_seen, set()
             history.young_seen.add(number)
-        return bool(new)
+        return is_first
 
     def _add_identities(self, subject: Subject, identities: _Identities, events: list[Event], now_ms: int) -> None:
         identities.hashes.extend(event.identity for event in events if event.identity is not None)
@@ -331,6 +340,14 @@ class MemoryStore:
         self._forget_expired()
         found = (slates.get(recommendation_id) for slates in self._slates.values())
         return next((slate for slate in found if slate is not None), None)
+
+    async def settle_slate(self, recommendation_id: str) -> bool:
+        """As in `Store`."""
+        slate = self._slate(recommendation_id)
+        if slate is None or slate.is_settled:
+            return False
+        slate.is_settled = True
+        return True
 
     async def slates(self, subject: Subject) -> list[SlateRef]:
         """As in `Store`."""

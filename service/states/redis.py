@@ -62,7 +62,12 @@ REGISTRATION_MS = 60_000
 """A model version in use is registered again this often, in case the server lost its data."""
 
 _FAILURES = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError)
-_STATUSES = {"0": AppendStatus.accepted, "1": AppendStatus.duplicate, "2": AppendStatus.erased}
+_STATUSES = {
+    "0": AppendStatus.accepted,
+    "1": AppendStatus.duplicate,
+    "2": AppendStatus.erased,
+    "3": AppendStatus.repeated,
+}
 
 
 class RedisStore:
@@ -74,8 +79,8 @@ class RedisStore:
         limits: bounds and life times.
         timeout_ms: for each of: a free connection, connecting, writing, reading.
         cluster: the server is a Redis Cluster; scripts then go to the node that has the slot.
-        replicas: that must have a write before it counts as done, within `timeout_ms`. States, and lists when they
-            are first kept, are not waited for: they can be computed again.
+        replicas: that must have a write before it counts as done, within `timeout_ms`. States, lists when they are
+            first kept, and that a list is settled are not waited for: nobody's data is lost with them.
         cache_form: of the caches of kept states.
         clock: milliseconds since 1970, for erasures and new epochs; keys expire by the server's clock.
     """
@@ -247,6 +252,11 @@ class RedisStore:
         """As in `Store`."""
         key = scripts.slate_key(recommendation_id)
         return bool(await self._write(scripts.APPEND_PAGE, [key], [num_pages, page]))
+
+    async def settle_slate(self, recommendation_id: str) -> bool:
+        """As in `Store`."""
+        key = scripts.slate_key(recommendation_id)
+        return bool(await self._ask(scripts.SETTLE_SLATE, [key], []))
 
     async def slates(self, subject: Subject) -> list[SlateRef]:
         """As in `Store`."""

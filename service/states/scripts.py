@@ -50,7 +50,7 @@ def bucket_of_slate(recommendation_id: str) -> str:
 
 
 def slate_key(recommendation_id: str) -> str:
-    """A served slate: hash of `a`, what was asked, and `p0`, `p1` …, its pages."""
+    """A served slate: hash of `a`, what was asked, `p0`, `p1` …, its pages, and `s`, when it is settled."""
     return recommendation_key(bucket_of_slate(recommendation_id), recommendation_id)
 
 
@@ -130,7 +130,8 @@ APPEND = Script("""
 --      14 numbers that only go into the seen set, packed u32, or ''
 --      15… eight for each event: entry (12 bytes), '1' if undated else '0', identity (8 bytes or ''),
 --          item id, type or '', weight in decimals, event id or '', recommendation id or ''
--- Returns {'ok', statuses}: a digit per event, 0 accepted, 1 duplicate, 2 refused by an erasure;
+-- Returns {'ok', statuses}: a digit per event, 0 accepted, 1 duplicate, 2 refused by an erasure, 3 accepted, of an
+--         item that the subject had before;
 --         {'layout', schema}, {'lineage'} or {'outbox_full'}: nothing was written.
 local SCHEMA, ERASED, MERGED, CLAIMED, ENTRY, HIGH = 1, 1, 2, 3, 12, 4294967296
 local byte, char, floor, sub = string.byte, string.char, math.floor, string.sub
@@ -200,8 +201,9 @@ local function inserted(deltas, numbers)
   return table.concat(parts)
 end
 
--- The packed seen set with `numbers`, in order of arrival; nil when it had them all. New ones go into the
--- young half; when that is full it becomes the old half, and what was in the old half is forgotten.
+-- The packed seen set with `numbers`, in order of arrival, nil when it had them all; and at which places of
+-- `numbers` a new one stands for the first time. New ones go into the young half; when that is full it becomes
+-- the old half, and what was in the old half is forgotten.
 local function updated_seen(value, numbers)
   local old_count, young_count, old, young = 0, 0, '', ''
   if value and byte(value) == SCHEMA and sub(value, 2, 9) == subject_hash then
@@ -220,14 +222,14 @@ local function updated_seen(value, numbers)
   is_new = {}
   for _, number in ipairs(lacking(young, lacking(old, sorted))) do is_new[number] = true end
 
-  local batch = {}
+  local batch, is_first = {}, {}
   local function flush()
     table.sort(batch)
     young, batch = inserted(young, batch), {}
   end
-  for _, number in ipairs(numbers) do
+  for place, number in ipairs(numbers) do
     if is_new[number] then
-      is_new[number] = nil
+      is_new[number], is_first[place] = nil, true
       if young_count == half_limit then
         flush()
         old, old_count, young, young_count = young, young_count, '', 0
@@ -236,9 +238,10 @@ local function updated_seen(value, numbers)
       young_count = young_count + 1
     end
   end
-  if #batch == 0 then return nil end
+  if #batch == 0 then return nil, is_first end
   flush()
-  return char(SCHEMA) .. subject_hash .. struct.pack('<I2I2I2', old_count, young_count, #old) .. old .. young
+  local header = char(SCHEMA) .. subject_hash .. struct.pack('<I2I2I2', old_count, young_count, #old)
+  return header .. old .. young, is_first
 end
 
 -- History -------------------------------------------------------------------------------------------------
@@ -328,7 +331,10 @@ if #numbers == 0 then return {'ok', table.concat(statuses)} end
 local num_entries = merged_from == '' and #accepted or 1
 if redis.call('XLEN', KEYS[5]) + num_entries > outbox_limit then return {'outbox_full'} end
 if late then epoch = epoch + 1 end
-local seen = updated_seen(redis.call('GET', KEYS[2]), numbers)
+local seen, is_first = updated_seen(redis.call('GET', KEYS[2]), numbers)
+for index, first in ipairs(accepted) do
+  if not is_first[#numbers - #accepted + index] then statuses[(first - 15) / 8 + 1] = '3' end
+end
 
 -- Write ---------------------------------------------------------------------------------------------------
 
@@ -482,9 +488,16 @@ APPEND_PAGE = Script("""
 -- KEYS  1 slate
 -- ARGV  1 number of pages  2 the page
 -- Returns 1 when written; 0 when the slate has another number of pages, or is gone.
-if redis.call('HLEN', KEYS[1]) ~= ARGV[1] + 1 then return 0 end
-redis.call('HSET', KEYS[1], 'p' .. ARGV[1], ARGV[2])
-return 1
+if redis.call('HEXISTS', KEYS[1], 'p' .. ARGV[1] - 1) == 0 then return 0 end
+return redis.call('HSETNX', KEYS[1], 'p' .. ARGV[1], ARGV[2])
+""")
+
+SETTLE_SLATE = Script("""
+-- Note that it is known what followed a slate; its life time stays.
+-- KEYS  1 slate
+-- Returns 1 when it is noted now; 0 when it was before, or the slate is gone.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+return redis.call('HSETNX', KEYS[1], 's', '1')
 """)
 
 SEAL_SLATES = Script("""

@@ -48,7 +48,8 @@ LIMITS = StoreLimits(max_len=4)
 PATIENT_MS = 10_000
 """Time-out where none is expected: a busy machine is not a failure."""
 
-accepted, duplicate, erased = AppendStatus.accepted, AppendStatus.duplicate, AppendStatus.erased
+accepted, repeated = AppendStatus.accepted, AppendStatus.repeated
+duplicate, erased = AppendStatus.duplicate, AppendStatus.erased
 
 
 @dataclass
@@ -367,7 +368,7 @@ async def test_duplicates_within_one_call_are_found(world: World):
 async def test_events_without_identity_are_never_duplicates(world: World):
     store = world.open()
 
-    assert await store.append(ANN, [event(10, 1), event(10, 1)]) == [accepted, accepted]
+    assert await store.append(ANN, [event(10, 1), event(10, 1)]) == [accepted, repeated]
 
 
 async def test_identity_of_one_subject_is_free_for_another(world: World):
@@ -381,7 +382,7 @@ async def test_identity_across_the_border_of_two_others_is_not_a_duplicate(world
     store = world.open()
     await store.append(ANN, [event(10, 1, identity=b"abcdefgh"), event(10, 2, identity=b"ijklmnop")])
 
-    assert await store.append(ANN, [event(10, 3, identity=b"efghijkl")]) == [accepted]
+    assert await store.append(ANN, [event(10, 3, identity=b"efghijkl")]) == [repeated]
 
 
 async def test_identities_are_remembered_up_to_their_limit(world: World):
@@ -390,7 +391,7 @@ async def test_identities_are_remembered_up_to_their_limit(world: World):
 
     statuses = await store.append(ANN, [event(10, 9, identity=identity(at)) for at in (3, 2, 1, 0)])
 
-    assert statuses == [duplicate, duplicate, duplicate, accepted]
+    assert statuses == [duplicate, duplicate, duplicate, repeated]
 
 
 async def test_the_last_1024_identities_are_remembered(world: World):
@@ -399,7 +400,30 @@ async def test_the_last_1024_identities_are_remembered(world: World):
     await store.append(ANN, events[:1000])
     await store.append(ANN, events[1000:])
 
-    assert await store.append(ANN, [events[1], events[0]]) == [duplicate, accepted]
+    assert await store.append(ANN, [events[1], events[0]]) == [duplicate, repeated]
+
+
+async def test_event_on_an_item_that_the_subject_had_is_told_from_one_on_a_new_item(world: World):
+    store = world.open()
+    await store.append(ANN, [event(10, 1), event(11, 2, weight=0)])
+    once = event(12, 3, identity=identity(1))
+
+    statuses = await store.append(ANN, [event(13, 3), once, event(10, 3), once, event(11, 0), event(13, 4)])
+
+    assert statuses == [accepted, accepted, repeated, duplicate, repeated, repeated]
+    assert await store.append(BOB, [event(10, 3)]) == [accepted]
+
+
+async def test_item_that_was_forgotten_is_new_again(world: World):
+    store = world.open(replace(LIMITS, seen_limit=4))
+
+    # Two halves of two: with 14 the half of 10 and 11 is forgotten.
+    assert await store.append(ANN, [event(number, 1) for number in (10, 11, 12, 13, 10, 14)]) == [
+        *[accepted] * 4,
+        repeated,
+        accepted,
+    ]
+    assert await store.append(ANN, [event(12, 2), event(10, 2)]) == [repeated, accepted]
 
 
 # ---- seen set --------------------------------------------------------------------------------------------
@@ -814,6 +838,28 @@ async def test_page_is_added_only_to_the_slate_that_it_was_made_from(world: Worl
     assert await store.load_slate(slate_id("2")) is None
 
 
+async def test_slate_is_settled_once_and_its_pages_go_on(world: World):
+    store = world.open()
+    await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked", b"0")
+
+    together = await asyncio.gather(*(store.settle_slate(slate_id("1")) for _ in range(8)))
+
+    assert sorted(together) == [False] * 7 + [True]
+    assert await store.settle_slate(slate_id("1")) is False
+    assert await store.append_page(slate_id("1"), 1, b"1") is True
+    assert await store.append_page(slate_id("1"), 1, b"again") is False
+    assert await store.load_slate(slate_id("1")) == [b"asked", b"0", b"1"]
+
+
+async def test_slate_that_is_gone_cannot_be_settled(world: World):
+    store = world.open()
+    await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked", b"0")
+    await store.erase("ann")
+
+    assert [await store.settle_slate(slate_id(name)) for name in ("1", "2")] == [False, False]
+    assert await store.load_slate(slate_id("1")) is None
+
+
 async def test_slates_of_a_subject_are_listed_up_to_their_limit_and_the_oldest_forgotten(world: World):
     store = world.open(replace(LIMITS, slate_limit=8))
 
@@ -946,9 +992,9 @@ async def test_absorbed_event_that_the_user_has_under_another_name_is_a_duplicat
     again = await store.absorb("ann", "s-1", session, [])
     another = await store.absorb("ann", "s-1", [*session, event(11, 10, identity=identity(3))], [])
 
-    assert first == [duplicate, accepted, duplicate, accepted]
+    assert first == [duplicate, repeated, duplicate, accepted]
     assert again == [duplicate] * 4
-    assert another == [duplicate] * 4 + [accepted]
+    assert another == [duplicate] * 4 + [repeated]
 
 
 async def test_session_of_seen_items_alone_can_be_absorbed(world: World):
@@ -1178,7 +1224,7 @@ async def test_memory_forgets_identities_states_and_tombstones_in_their_time():
     assert (await store.load(ANN, VERSION)).encoded is None
     assert await store.append(ANN, [once]) == [duplicate]
     clock.advance(s=LIMITS.identity_ttl_s)
-    assert await store.append(ANN, [once]) == [accepted]
+    assert await store.append(ANN, [once]) == [repeated]
     assert await store.append(BOB, [event(10, 1)]) == [erased]
     clock.advance(s=LIMITS.tombstone_ttl_s)
     assert await store.append(BOB, [event(10, 1)]) == [accepted]
@@ -1775,6 +1821,11 @@ class SideBySide(RuleBasedStateMachine):
     def append_page(self, choice: int, num_pages: int) -> None:
         if self.slate_ids:
             self.both("append_page", self.slate_ids[choice % len(self.slate_ids)], num_pages, b"another page")
+
+    @rule(choice=st.integers(0, 99))
+    def settle_slate(self, choice: int) -> None:
+        if self.slate_ids:
+            self.both("settle_slate", self.slate_ids[choice % len(self.slate_ids)])
 
     @rule(user=st.sampled_from([subject.id for subject in SUBJECTS]))
     def erase(self, user: str) -> None:
