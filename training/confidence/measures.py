@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import chi2
 
+from training import metrics
 from training.study.layout import Estimate
 
 RESAMPLES = 1000
@@ -95,7 +96,7 @@ def resampled(statistic: Callable[[np.ndarray], float], num_users: int, seed: in
 
 def mean_estimate(values_U: np.ndarray, seed: int = 0) -> Estimate:
     """A mean with its interval."""
-    return resampled(lambda counts: float(values_U @ counts / counts.sum()), len(values_U), seed)
+    return Estimate(float(values_U.mean()), *metrics.bootstrap_interval(values_U, seed))
 
 
 def slope(stated_U: np.ndarray, hit_U: np.ndarray, seed: int = 0) -> Estimate:
@@ -120,14 +121,8 @@ class Deciles:
 
     stated: tuple[float, ...]
     realised: tuple[float, ...]
-    users: tuple[int, ...]
     chi_square: float
     p_value: float
-
-    @property
-    def top_over_bottom(self) -> float:
-        """Realised rate of the surest tenth over that of the least sure; infinite where the latter has no hit."""
-        return self.realised[-1] / self.realised[0] if self.realised[0] else np.inf
 
 
 def deciles(stated_U: np.ndarray, hit_U: np.ndarray, num_groups: int = 10) -> Deciles:
@@ -139,7 +134,6 @@ def deciles(stated_U: np.ndarray, hit_U: np.ndarray, num_groups: int = 10) -> De
     return Deciles(
         stated=tuple(float(stated_U[group].mean()) for group in groups),
         realised=tuple(float(hit_U[group].mean()) for group in groups),
-        users=tuple(map(len, groups)),
         chi_square=statistic,
         p_value=float(chi2.sf(statistic, num_groups)),
     )

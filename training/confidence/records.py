@@ -19,11 +19,6 @@ class Interval(_Part):
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the interval lies on one side of 0."""
-        return self.low > 0 or self.high < 0
-
 
 class Likelihood(_Part):
     """Of the true next item, where the event allows it, in nats; lower is better."""

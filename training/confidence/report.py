@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from training.confidence.records import ConfidenceRecord, Interval, ItemConfidence, ListConfidence
@@ -144,12 +143,9 @@ def risk_figure(record: ConfidenceRecord) -> Figure:
     """The share of missed lists among the surest users."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     panel = figure.subplots()
-    coverage = np.array(record.risk_curve["coverage"])
-    colours = [LAYER_COLOURS[0], GREY]
-    for (name, risk), colour in zip(
-        [(name, risk) for name, risk in record.risk_curve.items() if name != "coverage"], colours, strict=False
-    ):
-        panel.plot(coverage, risk, color=colour, label=name)
+    systems = {name: risk for name, risk in record.risk_curve.items() if name != "coverage"}
+    for (name, risk), colour in zip(systems.items(), (LAYER_COLOURS[0], GREY), strict=False):
+        panel.plot(record.risk_curve["coverage"], risk, color=colour, label=name)
     panel.set(xlabel="share of the users, surest first", ylabel="1 − HR@10", xlim=(0, 1))
     panel.legend()
     return figure
