@@ -100,7 +100,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: a YAML file, or None to start from the defaults. Relative paths inside it are relative to the
-            working directory.
+            working directory. Its section `without_filtering` has keys that hold instead of the others where the model
+            turns out to have filtering off, so that one file can be each side's own best.
         overrides: `dotted.key=value`, the value in YAML; later ones win. `model=NAME` is short for
             `model.backbone=NAME`.
 
@@ -119,13 +120,23 @@ def override_config(document: dict[str, Any], overrides: Sequence[str], where: s
     are meant, and it says how the log is read where neither document nor overrides do.
 
     Args:
-        document: nested keys and values.
+        document: nested keys and values, `without_filtering` among them.
         overrides: as there.
         where: what the document is called in an error.
 
     Raises:
         DataError: `data.path` names a data set that is not whole.
     """
+    document = dict(document)
+    without_filtering = document.pop("without_filtering", {})
+    if not isinstance(without_filtering, dict):
+        raise ConfigError(f"{where}: without_filtering: expected keys such as model; found {without_filtering!r}")
+    config = _validated(document, overrides, where)
+    plain = _validated(_merged(document, without_filtering), overrides, where)
+    return config if config.model.filtering else plain
+
+
+def _validated(document: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
     given = _overridden(document, overrides)
     if found := _named_dataset(given):
         # Once more over what the data set says: `data.columns.item_id=sku` changes one column of its own.
@@ -148,6 +159,15 @@ def _overridden(document: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             key = "model.backbone"
         _set(document, key.split("."), value, override)
     return document
+
+
+def _merged(document: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """The document, with the other's values where it has a key too, section by section."""
+    merged = dict(document)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _named_dataset(document: dict[str, Any]) -> datasets.FoundDataset | None:

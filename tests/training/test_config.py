@@ -164,6 +164,33 @@ def test_a_missing_log_is_named() -> None:
         load_config(None)
 
 
+def test_one_file_says_what_differs_without_filtering(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        """
+        data: {path: log.csv}
+        model: {width: 32, dropout: 0.4}
+        without_filtering:
+          model: {dropout: 0.3}
+          training: {batch_size: 64}
+        """
+    )
+    with_it, without = load_config(path), load_config(path, ["model.filtering=off"])
+    assert (with_it.model.dropout, with_it.training.batch_size) == (0.4, 128)
+    assert (without.model.dropout, without.model.width, without.training.batch_size) == (0.3, 32, 64)
+    assert load_config(path, ["model.filtering=off", "model.dropout=0.2"]).model.dropout == 0.2
+
+
+def test_what_differs_without_filtering_is_checked_with_filtering_too(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("data: {path: log.csv}\nwithout_filtering: {model: {droput: 0.3}}\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: unknown key model\.droput; the nearest is model\.dropout"):
+        load_config(path)
+    path.write_text("data: {path: log.csv}\nwithout_filtering: dropout\n")
+    with pytest.raises(ConfigError, match="without_filtering: expected keys such as model; found 'dropout'"):
+        load_config(path)
+
+
 def test_a_configuration_survives_json() -> None:
     config = load_config(None, ["data.path=log.csv", "training.max_seconds=60", "model.dropout=0"])
 
