@@ -38,8 +38,8 @@ class OptimizerConfig(BaseModel):
     precision_rate_multiple: float = Field(default=20.0, gt=0)
     """θ's learning rate as a multiple of the base rate: with the base rate it cannot move (measured)."""
     autocast: bool = False
-    """Matrix products in bfloat16, faster where the processor has a unit for them (on a CPU those of the loss alone);
-    precisions stay float32."""
+    """Matrix products in bfloat16 where the device has a unit for them (on a CPU those of the loss alone); precisions
+    stay float32."""
     weight_decay: float = Field(default=0.0, ge=0)
     loss: Literal["full", "sampled"] = "full"
     num_negatives: int = Field(default=512, ge=1)
