@@ -30,7 +30,7 @@ from training.batches import (
 from training.config import ConfigError, OptimizerConfig
 from training.distributed import ALONE, World
 from training.evaluate import ranks, score_users
-from training.splits import Split
+from training.splits import Split, TrainingHistories
 
 
 @dataclass
@@ -78,34 +78,74 @@ def fit(
         ConfigError: the loss or its gradient is no longer finite, or the batches cannot be shared evenly.
     """
     training = TrainingWindows(split.train, model.config.max_len, config.prefixes)
-    model.to(world.device)
-    state = TrainState(model, _optimizer(model, config), torch.Generator().manual_seed(config.seed))
-    if checkpoint is not None:
-        _restore(state, world.from_first(lambda: _read(checkpoint)))
+    state = _begin(model, config, checkpoint, world)
     batch_loss = world.replicated(BatchLoss(model, config))
     while not _finished(state, config):
         begun = time.monotonic()
         loss = train_epoch(state, batch_loss, training, config, on_step, world)
         ranks_U = ranks(score_users(model, split.validation.history, event, world), split.validation, world)
         ndcg = float(metrics.ndcg(ranks_U, 10).mean())
-        state.epoch += 1
-        # One clock for all, or they would not agree on when to stop.
-        state.seconds += max(world.gathered([time.monotonic() - begun]))
-        row = {
-            "epoch": state.epoch,
-            "loss": loss,
-            "val_ndcg@10": ndcg,
-            "val_hr@10": float((ranks_U <= 10).mean()),
-        }
-        state.curve.append({**row, "seconds": round(state.seconds, 2)})
         if ndcg > state.best_ndcg:
-            state.best_ndcg, state.best_epoch = ndcg, state.epoch
+            state.best_ndcg, state.best_epoch = ndcg, state.epoch + 1
             state.best_weights = copy.deepcopy(model.state_dict())
-        if checkpoint is not None and world.is_first:
-            _save(state, checkpoint)
+        judged = {"val_ndcg@10": ndcg, "val_hr@10": float((ranks_U <= 10).mean())}
+        _end_epoch(state, {"loss": loss, **judged}, begun, checkpoint, world)
         on_epoch(state.curve[-1])
     model.load_state_dict(state.best_weights)
     return state
+
+
+def refit(
+    model: Backbone,
+    histories: TrainingHistories,
+    epochs: int,
+    config: OptimizerConfig,
+    checkpoint: Path | None = None,
+    on_step: Callable[[int, int, float], None] = lambda done, total, loss: None,
+    on_epoch: Callable[[dict[str, float]], None] = lambda row: None,
+    world: World = ALONE,
+) -> TrainState:
+    """Train as `fit` does, for a number of epochs that it found: nobody validates, so that all events can be learned.
+
+    Args:
+        model: initialised; changed in place, and left with the weights of the last epoch.
+        histories: what to learn.
+        epochs: to train; the learning rate falls as over all of `config.epochs`.
+        config, checkpoint, on_step, on_epoch, world: see `fit`; rows of the curve have no validation figures.
+
+    Raises:
+        ConfigError: as `fit`.
+    """
+    training = TrainingWindows(histories, model.config.max_len, config.prefixes)
+    state = _begin(model, config, checkpoint, world)
+    batch_loss = world.replicated(BatchLoss(model, config))
+    while state.epoch < epochs:
+        begun = time.monotonic()
+        loss = train_epoch(state, batch_loss, training, config, on_step, world)
+        _end_epoch(state, {"loss": loss}, begun, checkpoint, world)
+        on_epoch(state.curve[-1])
+    return state
+
+
+def _begin(model: Backbone, config: OptimizerConfig, checkpoint: Path | None, world: World) -> TrainState:
+    """The state before the first epoch, or where the checkpoint left off."""
+    model.to(world.device)
+    state = TrainState(model, _optimizer(model, config), torch.Generator().manual_seed(config.seed))
+    if checkpoint is not None:
+        _restore(state, world.from_first(lambda: _read(checkpoint)))
+    return state
+
+
+def _end_epoch(
+    state: TrainState, row: dict[str, float], begun: float, checkpoint: Path | None, world: World
+) -> None:
+    """Count the epoch, put its row on the curve, keep the state."""
+    state.epoch += 1
+    # One clock for all, or they would not agree on when to stop.
+    state.seconds += max(world.gathered([time.monotonic() - begun]))
+    state.curve.append({"epoch": state.epoch, **row, "seconds": round(state.seconds, 2)})
+    if checkpoint is not None and world.is_first:
+        _save(state, checkpoint)
 
 
 def train_epoch(

@@ -33,7 +33,7 @@ class Reporter(Protocol):
         """`done` of an epoch's `total` steps are taken; mean loss so far."""
 
     def epoch(self, row: dict[str, float]) -> None:
-        """An epoch ended with this row of the learning curve."""
+        """An epoch ended with this row of the learning curve; of a refit without validation figures."""
 
 
 class TerminalReporter:
@@ -71,10 +71,10 @@ class TerminalReporter:
     def epoch(self, row: dict[str, float]) -> None:
         if self._progress.tasks:
             self._progress.remove_task(self._progress.task_ids[0])
-        self.stage(
-            f"epoch {int(row['epoch']):3d}   loss {row['loss']:.4f}   validation"
-            f" HR@10 {row['val_hr@10']:.4f}   NDCG@10 {row['val_ndcg@10']:.4f}   {row['seconds']:.0f} s"
-        )
+        judged = ""
+        if "val_hr@10" in row:
+            judged = f"   validation HR@10 {row['val_hr@10']:.4f}   NDCG@10 {row['val_ndcg@10']:.4f}"
+        self.stage(f"epoch {int(row['epoch']):3d}   loss {row['loss']:.4f}{judged}   {row['seconds']:.0f} s")
 
 
 class JsonReporter:

@@ -17,7 +17,7 @@ from training import loop
 from training.batches import training_windows
 from training.config import ConfigError, OptimizerConfig
 from training.evaluate import ranks, score_users
-from training.loop import TrainState, fit
+from training.loop import TrainState, fit, refit
 from training.splits import Split
 
 NUM_ITEMS = 25
@@ -76,6 +76,40 @@ def test_the_loss_falls_and_the_curve_records_every_epoch() -> None:
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert rows[0]["loss"] > rows[1]["loss"] > rows[2]["loss"]
     assert set(rows[0]) == {"epoch", "loss", "val_ndcg@10", "val_hr@10", "seconds"}
+
+
+def test_a_refit_takes_the_steps_of_the_fit_that_told_it_how_many() -> None:
+    split = walks_split()
+    config = settings(epochs=4, schedule="linear")
+    fitted, again = fresh_model(split, NUM_ITEMS), fresh_model(split, NUM_ITEMS)
+    weights: list[dict[str, torch.Tensor]] = []
+
+    fit(fitted, split, "next_item", config, on_epoch=lambda row: weights.append(clone(fitted.state_dict())))
+    state = refit(again, split.train, 3, config)
+
+    assert [set(row) for row in state.curve] == [{"epoch", "loss", "seconds"}] * 3
+    assert same(again.state_dict(), weights[2])
+    assert not same(again.state_dict(), weights[3])
+
+
+def test_a_refit_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    split, checkpoint = walks_split(), tmp_path / "refit.pt"
+    unbroken, broken, resumed = (fresh_model(split, NUM_ITEMS, seed=seed) for seed in (0, 0, 5))
+
+    refit(unbroken, split.train, 3, settings(epochs=5))
+    refit(broken, split.train, 2, settings(epochs=5), checkpoint)
+    state = refit(resumed, split.train, 3, settings(epochs=5), checkpoint)
+
+    assert state.epoch == 3
+    assert same(resumed.state_dict(), unbroken.state_dict())
+
+
+def clone(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_progress_counts_the_steps_of_each_epoch() -> None:

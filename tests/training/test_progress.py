@@ -39,6 +39,14 @@ def test_a_terminal_shows_the_step_of_the_epoch_and_a_line_for_each_that_ended()
     assert "this epoch" in shown
 
 
+def test_an_epoch_that_nobody_validated_shows_its_loss() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with TerminalReporter(console) as report:
+        report.epoch({"epoch": 3, "loss": 2.5, "seconds": 7.4})
+
+    assert "epoch   3   loss 2.5000   7 s" in console.file.getvalue()
+
+
 def test_without_a_terminal_the_reporter_writes_json(capsys: pytest.CaptureFixture[str]) -> None:
     with reporter() as report:
         report.stage("reading")
