@@ -136,9 +136,7 @@ def _begin(model: Backbone, config: OptimizerConfig, checkpoint: Path | None, wo
     return state
 
 
-def _end_epoch(
-    state: TrainState, row: dict[str, float], begun: float, checkpoint: Path | None, world: World
-) -> None:
+def _end_epoch(state: TrainState, row: dict[str, float], begun: float, checkpoint: Path | None, world: World) -> None:
     """Count the epoch, put its row on the curve, keep the state."""
     state.epoch += 1
     # One clock for all, or they would not agree on when to stop.

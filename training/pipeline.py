@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,6 @@ from model.bundle import (
     Event,
     golden_arrays,
     items_frame,
-    open_bundle,
     write_bundle,
 )
 from model.config import FIRST_ITEM
@@ -36,13 +35,21 @@ from model.onnx.export import export_graphs
 from training import calibration as calibrating
 from training import evaluate
 from training.catalog import Catalog, read_titles
-from training.config import OptimizerConfig, RunConfig
+from training.config import ConfigError, OptimizerConfig, RunConfig
 from training.distributed import ALONE, World
 from training.events import DataConfig, LogFacts, read_events
 from training.files import write_whole
-from training.loop import TrainState, fit, micro_batches
+from training.loop import TrainState, fit, micro_batches, refit
 from training.progress import Reporter
-from training.splits import MIN_EVENTS_LEAVE_ONE_OUT, Split, SplitName, Targets, make_split, training_counts
+from training.splits import (
+    MIN_EVENTS_LEAVE_ONE_OUT,
+    Split,
+    SplitName,
+    Targets,
+    make_split,
+    training_counts,
+    with_validation_learned,
+)
 from training.streaming import stream_log
 from training.tables import DataError
 
@@ -73,6 +80,12 @@ class Prepared:
     """Its training histories are in memory, or in shards on the disk."""
     event: Event
 
+    def with_validation_learned(self) -> "Prepared":
+        """The same, its validation events among those to learn from, counts included."""
+        split = with_validation_learned(self.split)
+        counts = training_counts(split.train, len(self.catalog))
+        return replace(self, split=split, catalog=self.catalog.with_training_counts(counts))
+
 
 def train(
     config: RunConfig,
@@ -95,9 +108,15 @@ def train(
 
     Raises:
         DataError: the log cannot be read, or leaves nobody to train on, validate with or test on.
-        ConfigError: training diverged, or the batches cannot be shared evenly by the processes.
+        ConfigError: training diverged, the batches cannot be shared evenly by the processes, or a refit is asked for
+            that the split does not allow.
         ExportError: torch and ONNX Runtime disagree. Nothing is published then.
     """
+    if config.training.refit and (config.split != "leave_one_out" or config.data.streaming):
+        raise ConfigError(
+            "training.refit=on learns the validation events of split=leave_one_out, from memory (data.streaming=off);"
+            " leave it out: the users that split=users holds out are new to the model in any case"
+        )
     keep_freed_memory()
     begun = time.monotonic()
     report.stage(f"reading {config.data.path}")
@@ -105,24 +124,43 @@ def train(
     prepared = world.from_first(lambda: prepare(config, out / SHARDS))
     report.stage(_describe(prepared))
 
-    torch.manual_seed(config.training.seed)
-    model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
-    checkpoint = out / f"checkpoint-{fingerprint(config, prepared.log)}.pt"
+    kept = fingerprint(config, prepared.log)
+    checkpoints = {phase: out / f"{phase}-{kept}.pt" for phase in ("checkpoint", "refit")}
     if not resume and world.is_first:
-        checkpoint.unlink(missing_ok=True)
-    on_step, on_epoch = report.step, report.epoch
-    state = fit(model, prepared.split, prepared.event, config.training, checkpoint, on_step, on_epoch, world)
+        for path in checkpoints.values():
+            path.unlink(missing_ok=True)
+    model = _new_model(config, prepared)
+    progress = report.step, report.epoch, world
+    state = fit(model, prepared.split, prepared.event, config.training, checkpoints["checkpoint"], *progress)
 
     report.stage(f"best epoch {state.best_epoch}; fitting the calibration on validation")
     calibration = world.from_first(lambda: calibrate(model, prepared))
-    report.stage("ranking the whole catalogue for every test user")
-    figures = test_figures(model, prepared, calibration, world)
+
+    def judged(model: Backbone, prepared: Prepared, training_seconds: float) -> dict[str, Any]:
+        report.stage("ranking the whole catalogue for every test user")
+        figures = test_figures(model, prepared, calibration, world)
+        seconds = {"training": round(training_seconds, 1), "total": round(time.monotonic() - begun, 1)}
+        return _record(config, prepared, state, figures, command, seconds, world)
+
+    record, calibrated_by = judged(model, prepared, state.seconds), None
+    if config.training.refit:
+        report.stage("exporting to ONNX the model that the calibration was fitted by")
+        fitted = world.from_first(lambda: write(model.cpu(), prepared, calibration, record, out / "registry"))
+        report.stage(f"training anew with the validation events, for {state.best_epoch} epochs")
+        prepared, calibrated_by = prepared.with_validation_learned(), fitted.name
+        model, learned = _new_model(config, prepared), prepared.split.train
+        again = refit(model, learned, state.best_epoch, config.training, checkpoints["refit"], *progress)
+        record = judged(model, prepared, state.seconds + again.seconds)
 
     report.stage("exporting to ONNX and comparing with torch")
-    record = _record(config, prepared, state, figures, command, time.monotonic() - begun, world)
-    bundle = world.from_first(lambda: _deliver(model.cpu(), prepared, calibration, record, out))
+    bundle = world.from_first(lambda: _deliver(model.cpu(), prepared, calibration, record, calibrated_by, out))
     report.stage(f"published {config.model_name} {bundle.name}")
     return TrainedModel(bundle, record)
+
+
+def _new_model(config: RunConfig, prepared: Prepared) -> Backbone:
+    torch.manual_seed(config.training.seed)
+    return build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
 
 
 def _settled(config: RunConfig, out: Path, world: World) -> RunConfig:
@@ -137,10 +175,17 @@ def _settled(config: RunConfig, out: Path, world: World) -> RunConfig:
     )
 
 
-def _deliver(model: Backbone, prepared: Prepared, calibration: Calibration, record: dict[str, Any], out: Path) -> Path:
+def _deliver(
+    model: Backbone,
+    prepared: Prepared,
+    calibration: Calibration,
+    record: dict[str, Any],
+    calibrated_by: str | None,
+    out: Path,
+) -> Path:
     """Publish the bundle and write the run's record; returns the bundle's folder."""
-    calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
-    bundle = publish(model, prepared, calibration, record, out / "registry")
+    bundle = write(model, prepared, calibration, record, out / "registry", calibrated_by)
+    registry.publish(bundle.parent, bundle.name)
     write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
     shutil.rmtree(out / SHARDS, ignore_errors=True)
     return bundle
@@ -240,10 +285,28 @@ def prepare_for(bundle: Bundle, data: DataConfig) -> Prepared:
     return Prepared(log, catalog, split, bundle.manifest.event)
 
 
-def publish(
-    model: Backbone, prepared: Prepared, calibration: Calibration, record: dict[str, Any], folder: Path
+def write(
+    model: Backbone,
+    prepared: Prepared,
+    calibration: Calibration,
+    record: dict[str, Any],
+    folder: Path,
+    calibrated_by: str | None = None,
 ) -> Path:
-    """Write the bundle into a registry and make it the current one; returns the bundle's folder."""
+    """Write the bundle into a registry, not yet as the current one; returns the bundle's folder.
+
+    Args:
+        model: on the CPU.
+        prepared: what it learned from.
+        calibration: to go with it; the report on it is taken from the record.
+        record: of the run, with the test figures.
+        folder: the registry's.
+        calibrated_by: see `Manifest`.
+
+    Raises:
+        ExportError: torch and ONNX Runtime disagree. Nothing is written then.
+    """
+    calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
     catalog = prepared.catalog
     custom_ops: dict[str, tuple[str, ...]] = {}
 
@@ -259,6 +322,7 @@ def publish(
     manifest = {
         "name": record["name"],
         "lineage": catalog.lineage,
+        "calibrated_by": calibrated_by,
         "created_at": datetime.now(UTC),
         "model": model.config,
         "num_items": len(catalog),
@@ -269,9 +333,7 @@ def publish(
         "training": {key: record[key] for key in ("config", "command", "commit", "best_epoch", "seconds")},
         "versions": record["versions"],
     }
-    bundle = write_bundle(folder, manifest, fill)
-    registry.publish(folder, bundle.name)
-    return open_bundle(bundle).folder
+    return write_bundle(folder, manifest, fill)
 
 
 def _require(path: Path, split: Split, part: str, size: int) -> None:
@@ -306,7 +368,7 @@ def _record(
     state: TrainState,
     figures: dict[str, Any],
     command: Sequence[str],
-    seconds: float,
+    seconds: dict[str, float],
     world: World,
 ) -> dict[str, Any]:
     """Everything needed to trace the run's figures: configuration, data, curve, versions, commit."""
@@ -318,7 +380,7 @@ def _record(
         "data": {"source": config.data.path.name, **prepared.log.summary(), **prepared.split.summary()},
         "event": prepared.event,
         "best_epoch": state.best_epoch,
-        "seconds": {"training": round(state.seconds, 1), "total": round(seconds, 1)},
+        "seconds": seconds,
         "processes": world.size,
         "device": world.device.type,
         "threads": torch.get_num_threads(),
@@ -356,7 +418,7 @@ def cpu_model() -> str:
 
 def fingerprint(config: RunConfig, log: LogFacts) -> str:
     """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
-    when_to_stop = {"epochs", "max_seconds", "patience"}
+    when_to_stop = {"epochs", "max_seconds", "patience", "refit"}
     if config.training.schedule != "constant":
         when_to_stop.remove("epochs")  # they say how fast the learning rate falls
     text = config.model_dump_json(exclude=PATHS | {"training": when_to_stop}) + log.sha256

@@ -14,7 +14,7 @@ U users · E events of all users
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
@@ -192,6 +192,19 @@ def split_histories(histories: Histories, name: SplitName) -> Split[Histories]:
     if name not in get_args(SplitName):
         raise ValueError(f"no split is called {name!r}; known: {', '.join(get_args(SplitName))}")
     return _leave_one_out(histories) if name == "leave_one_out" else _held_out_users(histories)
+
+
+def with_validation_learned(split: Split[Histories]) -> Split[Histories]:
+    """A `leave_one_out` split whose training histories end with the validation targets; test stays as it was.
+
+    Raises:
+        ValueError: of another split. The users that `users` holds out are new to a model in any case.
+    """
+    if split.name != "leave_one_out":
+        raise ValueError(f"the split {split.name} has no validation events of users it trains on")
+    asked = set(split.test.history.user_ids)
+    others = np.array([row for row, user_id in enumerate(split.train.user_ids) if user_id not in asked], np.int64)
+    return replace(split, train=Histories.concat([split.test.history, split.train.of_users(others)]))
 
 
 def to_histories(events: pl.DataFrame, catalog: Catalog) -> Histories:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from model import registry
-from model.bundle import open_bundle
+from model.bundle import WEIGHTS, Bundle, BundleError, open_bundle
 from model.config import FIRST_ITEM
 from model.onnx.export import ExportError
 from tests.training.conftest import write_log
 from tests.training.histories import targets_of
 from training import pipeline
-from training.config import RunConfig, load_config
+from training.confidence.bundles import judge_bundle
+from training.config import ConfigError, RunConfig, load_config
 from training.pipeline import TrainedModel
 from training.tables import DataError
 
@@ -180,6 +181,84 @@ def test_a_log_of_nothing_but_weight_zero_leaves_nothing_to_train_on(tmp_path: P
         pipeline.prepare(run_config(path, "data.columns.weight=w"))
 
 
+# Refitting
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """A run that learned the validation events in the end: its bundle, and the one it was calibrated by."""
+
+    config: RunConfig
+    epochs: list[int]
+    record: dict[str, Any]
+    again: Bundle
+    fitted: Bundle
+
+
+@pytest.fixture(scope="module")
+def refitted(tmp_path_factory: pytest.TempPathFactory) -> Refitted:
+    folder = tmp_path_factory.mktemp("refitted")
+    write_log(folder / "log.csv")
+    config, report = run_config(folder / "log.csv", *COLUMNS, "training.refit=on"), Recorder()
+    trained = pipeline.train(config, folder / "out", report, ["bft-train", "fit"])
+    again = open_bundle(trained.bundle)
+    fitted = open_bundle(again.folder.parent / str(again.manifest.calibrated_by))
+    return Refitted(config, report.epochs, trained.record, again, fitted)
+
+
+def test_a_refit_learns_everything_but_the_test_events_for_as_many_epochs(refitted: Refitted) -> None:
+    learned = [bundle.items.training_counts.sum() for bundle in (refitted.again, refitted.fitted)]
+
+    assert learned[0] - learned[1] == refitted.record["data"]["validation_users"] > 0
+    assert refitted.epochs == [1, 2, *range(1, refitted.record["best_epoch"] + 1)]
+    weights = [bundle.manifest.files[WEIGHTS].sha256 for bundle in (refitted.again, refitted.fitted)]
+    assert weights[0] != weights[1]
+
+
+def test_a_refit_carries_the_calibration_over_and_is_published_alone(refitted: Refitted) -> None:
+    again, fitted = refitted.again, refitted.fitted
+    calibrations = [bundle.calibration.model_copy(update={"report": None}) for bundle in (again, fitted)]
+
+    assert calibrations[0] == calibrations[1]
+    assert again.calibration.report != fitted.calibration.report
+    assert fitted.manifest.calibrated_by is None
+    assert registry.read_index(again.folder.parent) == registry.RegistryIndex(
+        current=again.manifest.version, history=(again.manifest.version,)
+    )
+
+
+@pytest.mark.parametrize("override", ["split=users", "data.streaming=on"])
+def test_a_refit_is_refused_where_there_are_no_validation_events_to_learn(override: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path / "log.csv", "training.refit=on", override)
+
+    with pytest.raises(ConfigError, match=r"training\.refit=on learns the validation events.*leave it out"):
+        pipeline.train(config, tmp_path / "out", Recorder(), ["bft-train"])
+
+
+def test_confidences_of_a_refitted_bundle_are_judged_with_what_was_fitted_before(refitted: Refitted) -> None:
+    again = refitted.again
+
+    record = judge_bundle(again, refitted.config.data, "log", again, [again], 2, Recorder())
+
+    assert record.lists.realised == pytest.approx(refitted.record["test"]["hr@10"])
+    assert record.items.mean_confidence == pytest.approx(refitted.record["test"]["mean_confidence"], rel=1e-5)
+    # By the model that had not learned the validation events.
+    assert record.temperature == pytest.approx(refitted.fitted.calibration.temperature, rel=1e-6)
+
+
+def test_a_refitted_bundle_without_what_it_was_fitted_by_is_refused(refitted: Refitted, tmp_path: Path) -> None:
+    alone = tmp_path / refitted.again.folder.name
+    shutil.copytree(refitted.again.folder, alone)
+
+    with pytest.raises(BundleError, match="does not lie beside it any more"):
+        judge_bundle(open_bundle(alone), refitted.config.data, "log", None, [], 0, Recorder())
+
+
+def test_a_refitted_bundle_is_not_compared_with_one_that_is_not(refitted: Refitted) -> None:
+    with pytest.raises(BundleError, match="one of them has learned the validation events, the other has not"):
+        judge_bundle(refitted.again, refitted.config.data, "log", refitted.fitted, [], 0, Recorder())
+
+
 # Failing and resuming
 
 
@@ -214,7 +293,7 @@ def test_resume_goes_on_from_the_checkpoint_of_the_same_data_and_configuration(
     def die(*_: object) -> None:
         raise Interrupted
 
-    monkeypatch.setattr(pipeline, "publish", die)
+    monkeypatch.setattr(pipeline, "write", die)
     log, moved = tmp_path / "log.csv", tmp_path / "moved.csv"
     write_log(log)
     shutil.copy(log, moved)

@@ -20,6 +20,7 @@ from training.splits import (
     make_split,
     to_histories,
     training_counts,
+    with_validation_learned,
 )
 
 Event = tuple[str, str, float, float]
@@ -101,6 +102,29 @@ def test_leave_one_out_equals_a_loop_over_users(events: list[Event]) -> None:
     assert listed(split.train, catalog) == train
     assert pairs(split.validation, catalog) == validation
     assert pairs(split.test, catalog) == test
+
+
+@given(LOGS)
+def test_with_validation_learned_only_the_test_target_and_what_follows_it_is_kept_back(events: list[Event]) -> None:
+    log = log_of(events)
+    catalog = Catalog.from_log(log)
+    split = make_split(log, catalog, "leave_one_out")
+
+    learned = with_validation_learned(split)
+
+    expected = {}
+    for user, history in by_user(events).items():
+        weighted = [n for n, event in enumerate(history) if event[3] > 0]
+        expected[user] = history if len(weighted) < 3 else history[: weighted[-1]]
+    assert listed(learned.train, catalog) == expected
+    assert learned.test is split.test
+
+
+def test_the_validation_users_of_a_users_split_cannot_be_learned() -> None:
+    log = log_of([("u", item, 1.0, 1.0) for item in "dbca"])
+
+    with pytest.raises(ValueError, match="the split users has no validation events of users it trains on"):
+        with_validation_learned(make_split(log, Catalog.from_log(log), "users"))
 
 
 def test_ties_are_left_in_input_order() -> None:

@@ -1,15 +1,15 @@
 """The confidences of a bundle, judged on the test users of its log, beside other bundles'."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from model.backbone import Backbone
-from model.bundle import Bundle, BundleError
+from model.bundle import Bundle, BundleError, open_bundle
 from model.weights import load_model
-from training.confidence.judge import PLAIN, Scoring, judge
+from training.confidence.judge import PLAIN, Scoring, System, judge
 from training.confidence.paid import ensemble as ensemble_of
 from training.confidence.paid import mc_dropout
 from training.confidence.records import ConfidenceRecord
@@ -41,34 +41,47 @@ def judge_bundle(
         report: receives the progress.
 
     Raises:
-        BundleError: a bundle is of another catalogue than the first.
+        BundleError: a bundle is of another catalogue than the first, one of them was refitted and another not, or what
+            a refitted one was calibrated by is missing.
         DataError: the log cannot be read, or is none that the bundle was trained on.
     """
     begun = time.monotonic()
-    for other in (*ensemble, *([] if plain is None else [plain])):
+    others = (*ensemble, *([] if plain is None else [plain]))
+    for other in others:
         if _catalogue(other) != _catalogue(bundle):
             raise BundleError(f"{other.folder}: knows other items than {bundle.folder}; train both on one log")
+        if _refitted(other) != _refitted(bundle):
+            raise BundleError(
+                f"{other.folder} and {bundle.folder}: one of them has learned the validation events, the other has not;"
+                " train both with the same training.refit"
+            )
     report.stage(f"reading {data.path}")
     prepared = prepare_for(bundle, data)
-    model = load_model(bundle)
+    learned = prepared.with_validation_learned() if _refitted(bundle) else prepared
     event, max_len = prepared.event, bundle.manifest.model.max_len
-
-    def scoring(scored: Backbone) -> Scoring:
-        return lambda histories: score_users(scored, histories, event)
 
     def by(scorer: Scorer, histories: Histories) -> Iterator[ScoredUsers]:
         return score_users_by(scorer, histories, event, max_len)
 
-    systems: dict[str, Scoring] = {}
-    alone = model if plain is None else load_model(plain)
+    def system(bundles: Sequence[Bundle], scorer: Callable[[list[Backbone]], Scoring]) -> System:
+        return System(
+            *(scorer([load_model(one) for one in some]) for some in ([fitted_by(b) for b in bundles], bundles))
+        )
+
+    def alone(models: list[Backbone]) -> Scoring:
+        return lambda histories: score_users(models[0], histories, event)
+
+    systems: dict[str, System] = {}
     if plain is not None:
-        systems[PLAIN] = scoring(alone)
+        systems[PLAIN] = system([plain], alone)
     if dropout_passes:
-        systems[f"MC dropout, {dropout_passes} passes"] = partial(by, mc_dropout(alone, dropout_passes))
+        dropped = system([plain or bundle], lambda models: partial(by, mc_dropout(models[0], dropout_passes)))
+        systems[f"MC dropout, {dropout_passes} passes"] = dropped
     if ensemble:
-        systems[f"ensemble of {len(ensemble)}"] = partial(by, ensemble_of([load_model(one) for one in ensemble]))
+        several = system(ensemble, lambda models: partial(by, ensemble_of(models)))
+        systems[f"ensemble of {len(ensemble)}"] = several
     report.stage(f"scoring {len(prepared.split.test):,} test users by the model and {len(systems)} other systems")
-    parts = judge(scoring(model), bundle.calibration, prepared, systems)
+    parts = judge(system([bundle], alone), bundle.calibration, prepared, learned, systems)
     return ConfidenceRecord(
         dataset=dataset,
         data={**prepared.log.summary(), **prepared.split.summary()},
@@ -83,6 +96,28 @@ def judge_bundle(
         seconds=round(time.monotonic() - begun, 1),
         **parts,
     )
+
+
+def fitted_by(bundle: Bundle) -> Bundle:
+    """The bundle that a bundle's calibration was fitted by: itself, or the one that lies beside it.
+
+    Raises:
+        BundleError: that one is not there, or is damaged.
+    """
+    version = bundle.manifest.calibrated_by
+    if version is None:
+        return bundle
+    folder = bundle.folder.parent / version
+    if not folder.is_dir():
+        raise BundleError(
+            f"{bundle.folder}: its calibration was fitted by the bundle {version}, which does not lie beside it any"
+            " more; without that one nothing can be fitted on validation. Train again with training.refit=on"
+        )
+    return open_bundle(folder)
+
+
+def _refitted(bundle: Bundle) -> bool:
+    return bundle.manifest.calibrated_by is not None
 
 
 def _catalogue(bundle: Bundle) -> tuple[str, int]:

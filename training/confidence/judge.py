@@ -39,6 +39,15 @@ Scoring = Callable[[Histories], Iterator[ScoredUsers]]
 
 
 @dataclass(frozen=True)
+class System:
+    """What can be asked: a model or several. Where it was refitted, validation is asked of what it was before."""
+
+    fitted: Scoring
+    """Has not learned the validation events."""
+    served: Scoring
+
+
+@dataclass(frozen=True)
 class Said:
     """What a model says of the validation users and of the test users, at its own temperature."""
 
@@ -49,38 +58,39 @@ class Said:
     """Of scoring the test users."""
 
     @classmethod
-    def by(cls, scoring: Scoring, prepared: Prepared) -> "Said":
-        """By what scores histories; the temperature is fitted on validation.
+    def by(cls, system: System, prepared: Prepared) -> "Said":
+        """By a system; the temperature is fitted on validation.
 
         Args:
-            scoring: of the histories it is given.
+            system: to ask.
             prepared: whose split to ask about.
         """
         validation, test = prepared.split.validation, prepared.split.test
-        temperature = calibrating.fit_temperature(scoring(validation.history), validation)
-        said = evaluate.predict(scoring(validation.history), validation, temperature, calibrating.FIT_LIST_LENGTH)
+        temperature = calibrating.fit_temperature(system.fitted(validation.history), validation)
+        said = evaluate.predict(system.fitted(validation.history), validation, temperature, calibrating.FIT_LIST_LENGTH)
         begun = time.monotonic()
-        told = evaluate.predict(scoring(test.history), test, temperature, LIST_LENGTH)
+        told = evaluate.predict(system.served(test.history), test, temperature, LIST_LENGTH)
         return cls(temperature, said, told, time.monotonic() - begun)
 
 
 def judge(
-    served: Scoring, calibration: Calibration, prepared: Prepared, systems: Mapping[str, Scoring]
+    judged: System, calibration: Calibration, prepared: Prepared, learned: Prepared, systems: Mapping[str, System]
 ) -> dict[str, Any]:
     """What a `ConfidenceRecord` says of the test users.
 
     Args:
-        served: the model that is judged.
+        judged: the model that is judged.
         calibration: of its bundle, fitted on validation.
-        prepared: the log, split as the models were trained on it.
-        systems: name → another model or several, each of which ranks its own list; `plain` is drawn beside the served.
+        prepared: the log, split as the models were trained on it when the calibration was fitted.
+        learned: the same, as the models have learned it that are served: `prepared`, or with its validation events.
+        systems: name → another system, each of which ranks its own list; `plain` is drawn beside the judged one.
     """
-    counts = prepared.catalog.training_counts
-    own = Said.by(served, prepared)
-    others = {name: Said.by(scoring, prepared) for name, scoring in systems.items()}
+    counts = learned.catalog.training_counts
+    own = Said.by(judged, prepared)
+    others = {name: Said.by(system, prepared) for name, system in systems.items()}
     confidence_UK = evaluate.confidences(own.test, calibration, counts)
     hit_UK = own.test.hit[:, :LIST_LENGTH]
-    compared = comparisons(own, calibration, others, counts)
+    compared = comparisons(own, calibration, others, prepared.catalog.training_counts, counts)
     curves = {"served": (stated(confidence_UK), own.test.rank)}
     if PLAIN in others:
         plain = others[PLAIN]
@@ -88,13 +98,13 @@ def judge(
     return {
         "event": prepared.event,
         "temperature": own.temperature,
-        "likelihood": likelihood(own.test, prepared),
+        "likelihood": likelihood(own.test, learned),
         "items": item_confidence(confidence_UK, hit_UK),
         "lists": list_confidence(stated(confidence_UK), own.test.rank),
         "risk_curve": risk_curve(curves),
         "reliability_curve": reliability_curve(confidence_UK, hit_UK),
         "comparisons": compared,
-        **by_stratum(confidence_UK, own.test, training_events(prepared.split), counts),
+        **by_stratum(confidence_UK, own.test, training_events(learned.split), counts),
     }
 
 
@@ -219,7 +229,11 @@ def stated(confidence_UK: np.ndarray) -> np.ndarray:
 
 
 def comparisons(
-    served: Said, calibration: Calibration, others: Mapping[str, Said], training_counts: np.ndarray
+    served: Said,
+    calibration: Calibration,
+    others: Mapping[str, Said],
+    fitted_counts: np.ndarray,
+    training_counts: np.ndarray,
 ) -> tuple[Comparison, ...]:
     """The served list confidence, each signal alone, combinations, and other systems, for the hit of a list.
 
@@ -230,15 +244,16 @@ def comparisons(
         served: of the model that is judged.
         calibration: of its bundle.
         others: name → another system.
-        training_counts: (N,).
+        fitted_counts: (N,) of what the models had learned that speak of the validation users.
+        training_counts: (N,) of what those had that speak of the test users.
     """
     fitted_on = served.validation.rank <= LIST_LENGTH
-    values = {part: signals(getattr(served, part), training_counts) for part in ("validation", "test")}
-    names = list(values["test"])
+    fitting, tested = signals(served.validation, fitted_counts), signals(served.test, training_counts)
+    names = list(tested)
     free, precise = [name for name in names if name in FREE], [name for name in names if name in OF_PRECISION]
 
     def combined(chosen: list[str]) -> np.ndarray:
-        return Combination.fit(values["validation"], chosen, fitted_on).stated(values["test"])
+        return Combination.fit(fitting, chosen, fitted_on).stated(tested)
 
     told: list[tuple[str, str, np.ndarray, np.ndarray, float | None]] = []
     full = combined(names)
@@ -249,7 +264,7 @@ def comparisons(
     if precise:
         told.append((FULL, "combination", full, served.test.rank, None))
     for name, other in others.items():
-        own = signals(other.validation, training_counts)
+        own = signals(other.validation, fitted_counts)
         fitted = Combination.fit(own, list(own), other.validation.rank <= LIST_LENGTH)
         own_stated = fitted.stated(signals(other.test, training_counts))
         told.append((name, "system", own_stated, other.test.rank, other.seconds / served.seconds))

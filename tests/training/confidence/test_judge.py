@@ -17,6 +17,8 @@ from training.confidence.judge import (
     LEAST_USERS,
     PLAIN,
     Said,
+    Scoring,
+    System,
     comparisons,
     item_confidence,
     judge,
@@ -75,7 +77,7 @@ def said(by_precision: float, num_users: int = 3000, seed: int = 1, precise: boo
 
 @pytest.mark.parametrize(("by_precision", "adds"), [(1.0, True), (0.0, False)])
 def test_precision_is_credited_with_what_it_tells_and_with_nothing_else(by_precision: float, adds: bool) -> None:
-    found = {one.name: one for one in comparisons(said(by_precision), CONSTANT, {}, COUNTS)}
+    found = {one.name: one for one in comparisons(said(by_precision), CONSTANT, {}, COUNTS, COUNTS)}
 
     free = found[FREE_FITTED]
     assert free.log_loss_difference is not None
@@ -89,7 +91,7 @@ def test_precision_is_credited_with_what_it_tells_and_with_nothing_else(by_preci
 
 
 def test_a_model_without_precision_has_no_combination_with_it() -> None:
-    names = [one.name for one in comparisons(said(0.0, 400, precise=False), CONSTANT, {}, COUNTS)]
+    names = [one.name for one in comparisons(said(0.0, 400, precise=False), CONSTANT, {}, COUNTS, COUNTS)]
 
     assert FULL not in names
     assert "precision" not in names
@@ -98,7 +100,7 @@ def test_a_model_without_precision_has_no_combination_with_it() -> None:
 def test_a_system_is_judged_by_its_own_list_and_told_what_it_costs() -> None:
     other = said(0.0, seed=7, precise=False)
     slow = Said(other.temperature, other.validation, other.test, 40.0)
-    found = {one.name: one for one in comparisons(said(1.0), CONSTANT, {"twenty passes": slow}, COUNTS)}
+    found = {one.name: one for one in comparisons(said(1.0), CONSTANT, {"twenty passes": slow}, COUNTS, COUNTS)}
 
     assert found["twenty passes"].kind == "system"
     assert found["twenty passes"].cost == 20
@@ -186,14 +188,18 @@ def test_a_whole_judgement_of_a_small_model() -> None:
     model = fresh_model(split, NUM_ITEMS)
     plain = fresh_model(split, NUM_ITEMS, SMALL.model_copy(update={"filtering": False, "dropout": 0.2}))
 
+    def never_refitted(scoring: Scoring) -> System:
+        return System(scoring, scoring)
+
     found = judge(
-        lambda histories: score_users(model, histories, "next_new_item"),
+        never_refitted(lambda histories: score_users(model, histories, "next_new_item")),
         calibrate(model, prepared),
         prepared,
+        prepared,
         {
-            PLAIN: lambda histories: score_users(plain, histories, "next_new_item"),
-            "dropout": lambda histories: score_users_by(
-                mc_dropout(plain, 2), histories, "next_new_item", SMALL.max_len
+            PLAIN: never_refitted(lambda histories: score_users(plain, histories, "next_new_item")),
+            "dropout": never_refitted(
+                lambda histories: score_users_by(mc_dropout(plain, 2), histories, "next_new_item", SMALL.max_len)
             ),
         },
     )
