@@ -55,10 +55,10 @@ class OptimizerConfig(BaseModel):
     clip_norm: float = Field(default=5.0, gt=0)
     patience: int = Field(default=8, ge=1)
     """Epochs without a better validation NDCG@10 before training stops."""
-    refit: bool = False
-    """After the epoch that validation likes best is known, train anew for as many epochs with the validation events
-    learned too, and publish that model: the next event is then as close behind what it learned as the validation
-    targets, by which the calibration was fitted, were behind what was learned before."""
+    refit_epochs: int = Field(default=0, ge=0)
+    """After the best epoch is known and the calibration fitted, go on for so many epochs with the validation events
+    learned too, and publish that model: the next event then is as close behind what was learned as the validation
+    targets were when the calibration was fitted. 0: publish the model as it was fitted."""
     micro_batches: int | None = Field(default=None, ge=1)
     """A batch is worked in so many parts whose gradients add up; None: one for each process. A run with the same
     number gives the same figures in any number of processes that divides it."""

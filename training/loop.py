@@ -98,28 +98,30 @@ def fit(
 def refit(
     model: Backbone,
     histories: TrainingHistories,
-    epochs: int,
     config: OptimizerConfig,
     checkpoint: Path | None = None,
     on_step: Callable[[int, int, float], None] = lambda done, total, loss: None,
     on_epoch: Callable[[dict[str, float]], None] = lambda row: None,
     world: World = ALONE,
 ) -> TrainState:
-    """Train as `fit` does, for a number of epochs that it found: nobody validates, so that all events can be learned.
+    """Go on from a fitted model for `config.refit_epochs` epochs; nobody validates, so that all events can be learned.
+
+    The learning rate falls in a straight line from half of `config.learning_rate` to 0.
 
     Args:
-        model: initialised; changed in place, and left with the weights of the last epoch.
+        model: with the weights to begin from; changed in place, and left with those of the last epoch.
         histories: what to learn.
-        epochs: to train; the learning rate falls as over all of `config.epochs`.
         config, checkpoint, on_step, on_epoch, world: see `fit`; rows of the curve have no validation figures.
 
     Raises:
         ConfigError: as `fit`.
     """
+    falling = {"epochs": config.refit_epochs, "schedule": "linear", "learning_rate": config.learning_rate / 2}
+    config = config.model_copy(update=falling)
     training = TrainingWindows(histories, model.config.max_len, config.prefixes)
     state = _begin(model, config, checkpoint, world)
     batch_loss = world.replicated(BatchLoss(model, config))
-    while state.epoch < epochs:
+    while state.epoch < config.epochs:
         begun = time.monotonic()
         loss = train_epoch(state, batch_loss, training, config, on_step, world)
         _end_epoch(state, {"loss": loss}, begun, checkpoint, world)

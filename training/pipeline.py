@@ -112,10 +112,10 @@ def train(
             that the split does not allow.
         ExportError: torch and ONNX Runtime disagree. Nothing is published then.
     """
-    if config.training.refit and (config.split != "leave_one_out" or config.data.streaming):
+    if config.training.refit_epochs and (config.split != "leave_one_out" or config.data.streaming):
         raise ConfigError(
-            "training.refit=on learns the validation events of split=leave_one_out, from memory (data.streaming=off);"
-            " leave it out: the users that split=users holds out are new to the model in any case"
+            "training.refit_epochs learns the validation events of split=leave_one_out, from memory"
+            " (data.streaming=off); leave it out: the users that split=users holds out are new to the model in any case"
         )
     keep_freed_memory()
     begun = time.monotonic()
@@ -124,14 +124,13 @@ def train(
     prepared = world.from_first(lambda: prepare(config, out / SHARDS))
     report.stage(_describe(prepared))
 
-    kept = fingerprint(config, prepared.log)
-    checkpoints = {phase: out / f"{phase}-{kept}.pt" for phase in ("checkpoint", "refit")}
+    checkpoint = out / f"checkpoint-{fingerprint(config, prepared.log)}.pt"
     if not resume and world.is_first:
-        for path in checkpoints.values():
+        for path in (checkpoint, *out.glob(f"refit-{checkpoint.stem}-*.pt")):
             path.unlink(missing_ok=True)
     model = _new_model(config, prepared)
     progress = report.step, report.epoch, world
-    state = fit(model, prepared.split, prepared.event, config.training, checkpoints["checkpoint"], *progress)
+    state = fit(model, prepared.split, prepared.event, config.training, checkpoint, *progress)
 
     report.stage(f"best epoch {state.best_epoch}; fitting the calibration on validation")
     calibration = world.from_first(lambda: calibrate(model, prepared))
@@ -143,13 +142,15 @@ def train(
         return _record(config, prepared, state, figures, command, seconds, world)
 
     record, calibrated_by = judged(model, prepared, state.seconds), None
-    if config.training.refit:
+    if epochs := config.training.refit_epochs:
         report.stage("exporting to ONNX the model that the calibration was fitted by")
         fitted = world.from_first(lambda: write(model.cpu(), prepared, calibration, record, out / "registry"))
-        report.stage(f"training anew with the validation events, for {state.best_epoch} epochs")
+        report.stage(f"going on with the validation events for {epochs} epochs")
         prepared, calibrated_by = prepared.with_validation_learned(), fitted.name
-        model, learned = _new_model(config, prepared), prepared.split.train
-        again = refit(model, learned, state.best_epoch, config.training, checkpoints["refit"], *progress)
+        model = _new_model(config, prepared)
+        model.load_state_dict(state.best_weights)
+        refit_checkpoint = out / f"refit-{checkpoint.stem}-{state.best_epoch}-{epochs}.pt"
+        again = refit(model, prepared.split.train, config.training, refit_checkpoint, *progress)
         record = judged(model, prepared, state.seconds + again.seconds)
 
     report.stage("exporting to ONNX and comparing with torch")
@@ -418,7 +419,7 @@ def cpu_model() -> str:
 
 def fingerprint(config: RunConfig, log: LogFacts) -> str:
     """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
-    when_to_stop = {"epochs", "max_seconds", "patience", "refit"}
+    when_to_stop = {"epochs", "max_seconds", "patience", "refit_epochs"}
     if config.training.schedule != "constant":
         when_to_stop.remove("epochs")  # they say how fast the learning rate falls
     text = config.model_dump_json(exclude=PATHS | {"training": when_to_stop}) + log.sha256

@@ -78,38 +78,42 @@ def test_the_loss_falls_and_the_curve_records_every_epoch() -> None:
     assert set(rows[0]) == {"epoch", "loss", "val_ndcg@10", "val_hr@10", "seconds"}
 
 
-def test_a_refit_takes_the_steps_of_the_fit_that_told_it_how_many() -> None:
+def test_a_refit_goes_on_from_the_weights_at_half_the_rate_which_falls_to_nought() -> None:
     split = walks_split()
-    config = settings(epochs=4, schedule="linear")
-    fitted, again = fresh_model(split, NUM_ITEMS), fresh_model(split, NUM_ITEMS)
-    weights: list[dict[str, torch.Tensor]] = []
+    rates: list[float] = []
+    losses: list[float] = []
+    model = fresh_model(split, NUM_ITEMS)
+    fitted = fit(model, split, "next_item", settings(epochs=4))
 
-    fit(fitted, split, "next_item", config, on_epoch=lambda row: weights.append(clone(fitted.state_dict())))
-    state = refit(again, split.train, 3, config)
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
 
-    assert [set(row) for row in state.curve] == [{"epoch", "loss", "seconds"}] * 3
-    assert same(again.state_dict(), weights[2])
-    assert not same(again.state_dict(), weights[3])
+    handle = register_optimizer_step_pre_hook(note)
+    config = settings(epochs=4, refit_epochs=2, learning_rate=8e-3)
+    state = refit(model, split.train, config, on_step=lambda done, total, mean: losses.append(mean))
+    handle.remove()
+
+    # 8 steps, from half the rate on.
+    assert rates == pytest.approx([4e-3 * (1 - step / 8) for step in range(8)])
+    assert losses[0] < fitted.curve[1]["loss"]
+    assert [set(row) for row in state.curve] == [{"epoch", "loss", "seconds"}] * 2
 
 
 def test_a_refit_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    split, checkpoint = walks_split(), tmp_path / "refit.pt"
+    split, checkpoint, config = walks_split(), tmp_path / "refit.pt", settings(refit_epochs=3)
     unbroken, broken, resumed = (fresh_model(split, NUM_ITEMS, seed=seed) for seed in (0, 0, 5))
 
-    refit(unbroken, split.train, 3, settings(epochs=5))
-    refit(broken, split.train, 2, settings(epochs=5), checkpoint)
-    state = refit(resumed, split.train, 3, settings(epochs=5), checkpoint)
+    def die_in_the_second_epoch(row: dict[str, float]) -> None:
+        if row["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    refit(unbroken, split.train, config)
+    with pytest.raises(KeyboardInterrupt):
+        refit(broken, split.train, config, checkpoint, on_epoch=die_in_the_second_epoch)
+    state = refit(resumed, split.train, config, checkpoint)
 
     assert state.epoch == 3
-    assert same(resumed.state_dict(), unbroken.state_dict())
-
-
-def clone(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in weights.items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+    assert all(torch.equal(value, unbroken.state_dict()[name]) for name, value in resumed.state_dict().items())
 
 
 def test_progress_counts_the_steps_of_each_epoch() -> None:

@@ -53,7 +53,7 @@ def judge_bundle(
         if _refitted(other) != _refitted(bundle):
             raise BundleError(
                 f"{other.folder} and {bundle.folder}: one of them has learned the validation events, the other has not;"
-                " train both with the same training.refit"
+                " train both with the same training.refit_epochs"
             )
     report.stage(f"reading {data.path}")
     prepared = prepare_for(bundle, data)
@@ -111,7 +111,7 @@ def fitted_by(bundle: Bundle) -> Bundle:
     if not folder.is_dir():
         raise BundleError(
             f"{bundle.folder}: its calibration was fitted by the bundle {version}, which does not lie beside it any"
-            " more; without that one nothing can be fitted on validation. Train again with training.refit=on"
+            " more; without that one nothing can be fitted on validation. Train again with training.refit_epochs"
         )
     return open_bundle(folder)
 
