@@ -1,0 +1,226 @@
+"""The job's log: each event once, whole after a kill, without whom it has to forget."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.retrain import store as stores
+from training.retrain.store import EVENT_SCHEMA, INDEX, SESSION, Incoming, Merge, Store
+from training.tables import DataError
+
+Row = tuple[str, str, float, str | None]
+"""User, item, time, event id."""
+
+
+def frame(rows: Sequence[Row], source: str = "a file") -> pl.DataFrame:
+    columns = {
+        "user_id": [row[0] for row in rows],
+        "item_id": [row[1] for row in rows],
+        "timestamp": [row[2] for row in rows],
+        "weight": [1.0] * len(rows),
+        "event_id": [row[3] for row in rows],
+        "source": [source] * len(rows),
+    }
+    return pl.DataFrame(columns, schema=EVENT_SCHEMA)
+
+
+def incoming(rows: Sequence[Row], **rest: Any) -> Incoming:
+    return Incoming(blocks=[frame(rows)], **rest)
+
+
+def stored(store: Store) -> list[Row]:
+    """All events, in the order of the buckets."""
+    events = [store.bucket(number) for number in range(stores.NUM_BUCKETS)]
+    return [row for part in events for row in part.select("user_id", "item_id", "timestamp", "event_id").rows()]
+
+
+def test_events_lie_by_user_in_the_order_of_time(tmp_path: Path) -> None:
+    store = Store(tmp_path / "log")
+    ingest = store.ingest(incoming([("u", "b", 2.0, None), ("v", "c", 1.0, None), ("u", "a", 1.0, None)]))
+
+    assert (ingest.read, ingest.new, ingest.duplicates) == (3, 3, 0)
+    rows = stored(Store(tmp_path / "log"))
+    assert [row for row in rows if row[0] == "u"] == [("u", "a", 1.0, None), ("u", "b", 2.0, None)]
+    assert sorted(rows) == [("u", "a", 1.0, None), ("u", "b", 2.0, None), ("v", "c", 1.0, None)]
+
+
+def test_what_comes_twice_is_there_once(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None), ("u", "a", 1.0, "x"), ("u", "b", 3.0, None)]))
+
+    # The second has the id of one that is there, at another time; the last one is new by its time alone.
+    again = store.ingest(incoming([("u", "a", 1.0, None), ("u", "c", 9.0, "x"), ("u", "b", 3.5, None)]))
+
+    assert (again.read, again.new, again.duplicates) == (3, 1, 2)
+    assert stored(store) == [("u", "a", 1.0, None), ("u", "a", 1.0, "x"), ("u", "b", 3.0, None), ("u", "b", 3.5, None)]
+    assert store.bucket(stores.bucket_of("u"))["ingest"].to_list() == [1, 1, 1, 2]
+
+
+def test_an_erased_user_is_gone_and_does_not_come_back_with_old_events(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None), ("v", "a", 1.0, None)]))
+
+    erasing = store.ingest(incoming([("u", "b", 4.0, None), ("u", "c", 6.0, None)], erasures={"u": 5.0}))
+    again = store.ingest(incoming([("u", "a", 1.0, None), ("u", "d", 7.0, None)], erasures={"u": 2.0}))
+
+    assert (erasing.new, erasing.of_erased, erasing.erased) == (1, 1, 1)
+    assert (again.new, again.of_erased, again.erased) == (1, 1, 0)
+    assert sorted(stored(store)) == [("u", "c", 6.0, None), ("u", "d", 7.0, None), ("v", "a", 1.0, None)]
+    assert '"u"' not in (tmp_path / INDEX).read_text()
+
+
+def test_an_erasure_alone_is_an_ingest(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None)]))
+
+    assert store.ingest(Incoming(erasures={"u": 2.0})).erased == 1
+    assert stored(Store(tmp_path)) == []
+    assert [path.name for path in tmp_path.iterdir()] == [INDEX]
+
+
+def test_a_merged_session_s_events_are_the_user_s(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([(SESSION + "s", "a", 1.0, None), ("u", "b", 2.0, None)]))
+
+    merge = Merge(session_id="s", user_id="u", timestamp=10.0)
+    merging = store.ingest(incoming([(SESSION + "s", "c", 3.0, None)], merges=[merge]))
+    late = store.ingest(incoming([(SESSION + "s", "d", 4.0, None), (SESSION + "s", "e", 11.0, None)]))
+
+    assert (merging.new, late.new) == (1, 2)
+    assert sorted(stored(store)) == [
+        (SESSION + "s", "e", 11.0, None),
+        ("u", "a", 1.0, None),
+        ("u", "b", 2.0, None),
+        ("u", "c", 3.0, None),
+        ("u", "d", 4.0, None),
+    ]
+    assert store.index.rows == 5
+
+
+def test_a_session_that_was_merged_twice_goes_to_each_user_with_what_it_had_then(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    merges = [Merge(session_id="s", user_id="v", timestamp=20.0), Merge(session_id="s", user_id="u", timestamp=10.0)]
+    store.ingest(incoming([(SESSION + "s", "a", 5.0, None), (SESSION + "s", "b", 15.0, None)], merges=merges))
+
+    assert sorted(stored(store)) == [("u", "a", 5.0, None), ("v", "b", 15.0, None)]
+
+
+def test_an_event_that_user_and_session_both_had_is_there_once(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None), (SESSION + "s", "a", 1.0, None)]))
+    store.ingest(Incoming(merges=[Merge(session_id="s", user_id="u", timestamp=2.0)]))
+
+    assert stored(store) == [("u", "a", 1.0, None)]
+    assert store.index.rows == 1
+
+
+@pytest.mark.parametrize("dies_at", ["_write_durably", "write_whole"])
+def test_an_ingest_that_dies_leaves_the_log_as_it_was(
+    dies_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None)]))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stores, dies_at, full)
+        with pytest.raises(OSError, match="No space left"):
+            store.ingest(incoming([("u", "b", 2.0, None), ("v", "b", 2.0, None)]))
+
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert store.ingest(incoming([("u", "b", 2.0, None)])).new == 1
+
+
+def test_what_a_killed_ingest_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None)]))
+    (tmp_path / "000002-arrived").mkdir()
+    (tmp_path / "000002-arrived" / "01-000001.parquet").write_bytes(b"half")
+    (tmp_path / "63-000002.parquet").write_bytes(b"half")
+
+    Store(tmp_path).ingest(incoming([("u", "b", 2.0, None)]))
+
+    assert [row[1] for row in stored(Store(tmp_path))] == ["a", "b"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_log_with_a_missing_file_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None)]))
+    os.remove(tmp_path / str(store.index.buckets[stores.bucket_of("u")]))
+
+    with pytest.raises(DataError, match=r"index\.json names .*, which is missing; restore the folder"):
+        Store(tmp_path)
+
+
+def test_an_index_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("{}{")
+
+    with pytest.raises(DataError, match="not the index of a job's log"):
+        Store(tmp_path)
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from("uvw"), st.sampled_from("ab"), st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from([None, "x"])
+    ),
+    max_size=8,
+)
+INGESTS = st.lists(st.tuples(ROWS, st.dictionaries(st.sampled_from("uv"), st.sampled_from([1.0, 2.0]))), max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(INGESTS)
+def test_the_log_is_that_of_a_loop(tmp_path_factory: pytest.TempPathFactory, ingests: list[Any]) -> None:
+    store = Store(tmp_path_factory.mktemp("log"))
+    expected: dict[Any, Row] = {}
+    erased: dict[str, float] = {}
+
+    for rows, erasures in ingests:
+        counted = store.ingest(incoming(rows, erasures=erasures))
+        assert counted.read == counted.new + counted.duplicates + counted.of_erased
+        for user, time in erasures.items():
+            erased[user] = max(time, erased.get(user, time))
+        expected = {key: row for key, row in expected.items() if row[2] > erased.get(row[0], 0.0)}
+        for row in rows:
+            if row[2] > erased.get(row[0], 0.0):
+                expected.setdefault((row[0], row[3] or row[1:3]), row)
+
+    assert sorted(stored(store), key=str) == sorted(expected.values(), key=str)
+    assert store.index.rows == len(expected)
+
+
+def test_buckets_are_stable() -> None:
+    # CRC-32 of the bytes, modulo 64; the check value of the algorithm's specification is 0xCBF43926.
+    assert stores.bucket_of("123456789") == 0xCBF43926 % 64
+
+
+def blocks_that_fail(rows: Sequence[Row]) -> Iterator[pl.DataFrame]:
+    yield frame(rows)
+    raise DataError("part-2.csv line 7: no item")
+
+
+def test_a_source_that_cannot_be_read_to_its_end_adds_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    with pytest.raises(DataError, match="line 7"):
+        store.ingest(Incoming(blocks=blocks_that_fail([("u", "a", 1.0, None)])))
+
+    assert stored(store) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_that_were_read_are_remembered(tmp_path: Path) -> None:
+    read: Mapping[str, str] = {"ab12": "monday.csv"}
+    Store(tmp_path).ingest(incoming([("u", "a", 1.0, None)], files_read=read))
+
+    assert Store(tmp_path).index.files_read == read
