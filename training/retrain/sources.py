@@ -1,0 +1,253 @@
+"""Where the job's events come from: files in a folder, and the service's outbox.
+
+A file counts as read when the log's index has its digest. An entry of the outbox stays with the consumer group until it
+is acknowledged, which `Outbox.acknowledge` does once the log has it for good: a job that is killed in between gets it
+again, and the log keeps it once.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import polars as pl
+import redis
+from redis.exceptions import RedisError, ResponseError
+
+from training.events import MAX_WEIGHT, MIN_WEIGHT, DataConfig, Reading, read_blocks, source_files
+from training.retrain.store import EVENT_SCHEMA, SESSION, Incoming, Merge
+from training.tables import DataError
+
+GROUP = "retrain"
+"""Of the consumers of the outbox; the one consumer in it has the same name, since one job runs at a time."""
+NUM_STREAMS = 256
+READ_ENTRIES = 10_000
+"""Asked for at a time."""
+ACKNOWLEDGED = 1_000
+"""Entries acknowledged at a time."""
+TIMEOUT_S = 30.0
+
+
+# Files
+
+
+@dataclass(frozen=True)
+class NewFiles:
+    """The files of a folder, or the one file, that the log has not read yet."""
+
+    incoming: Incoming
+    repeated: tuple[str, ...]
+    """Names of files whose content was read before, under this or another name."""
+
+
+def new_files(config: DataConfig, files_read: Mapping[str, str], rejects: Path) -> NewFiles:
+    """What is new in a folder of event files.
+
+    Args:
+        config: where the files lie and how to read them. A folder without files has nothing new.
+        files_read: sha256 → name, of the log's index.
+        rejects: folder that receives `<file>.jsonl` with the rows of a file that cannot be used.
+
+    Raises:
+        DataError: no such folder, files of mixed formats, or a file has no column of timestamps; when the blocks are
+            read, as `events.read_blocks`, or a file changes meanwhile.
+    """
+    if config.path.is_dir() and not any(path.name[0] not in "._" for path in config.path.iterdir()):
+        return NewFiles(Incoming(), ())
+    fresh: dict[str, Path] = {}
+    repeated = []
+    for file in source_files(config)[1]:
+        digest = _sha256(file)
+        if digest in files_read or digest in fresh:
+            repeated.append(file.name)
+        else:
+            fresh[digest] = file
+    names = {digest: file.name for digest, file in fresh.items()}
+    return NewFiles(Incoming(_blocks_of_files(config, fresh, rejects), names), tuple(repeated))
+
+
+def _blocks_of_files(config: DataConfig, files: Mapping[str, Path], rejects: Path) -> Iterator[pl.DataFrame]:
+    for digest, file in files.items():
+        reading = Reading()
+        of_file = config.model_copy(update={"path": file, "rejects": rejects / f"{file.name}.jsonl"})
+        for events in read_blocks(of_file, reading):
+            if events["timestamp"].is_nan().any():
+                raise DataError(
+                    f"{file} has no timestamps, without which nobody can tell what is new; name the column with"
+                    " data.columns.timestamp"
+                )
+            extra = {"event_id": pl.lit(None, pl.String()), "source": pl.lit(file.name)}
+            yield events.with_columns(**extra).select(EVENT_SCHEMA.names())
+        if reading.sha256 != digest:
+            raise DataError(f"{file} changed while it was read; write files elsewhere and move them in when complete")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+# The outbox
+
+
+class Entry(NamedTuple):
+    """Which entry of which stream."""
+
+    stream: str
+    id: bytes
+
+
+@dataclass(frozen=True)
+class Received:
+    """Entries of the outbox: what they say, which they are, and those that say nothing that can be used."""
+
+    incoming: Incoming
+    entries: tuple[Entry, ...]
+    unusable: tuple[dict[str, str], ...]
+    """Of each: stream, id, what is wrong, and its fields."""
+
+
+class Outbox:
+    """The streams that the service writes its events to (service.md, "State in Redis"). A context manager.
+
+    Args:
+        url: as the service's BFT_REDIS_URL.
+        cluster: whether that is a node of a Redis Cluster.
+
+    Raises:
+        DataError: of every method: the server does not answer, or not with what was asked for.
+    """
+
+    def __init__(self, url: str, cluster: bool = False) -> None:
+        client: Any = redis.RedisCluster if cluster else redis.Redis
+        self._place = urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
+        try:
+            self._client = client.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+        except RedisError as error:
+            raise self._unreachable(error) from error
+
+    def __enter__(self) -> "Outbox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def receive(self, most: int) -> Received | None:
+        """The next entries, those first that were received and never acknowledged; None: there are none.
+
+        Args:
+            most: entries, about.
+        """
+        try:
+            entries = list(self._read(most))
+        except RedisError as error:
+            raise self._unreachable(error) from error
+        return _understood(entries) if entries else None
+
+    def acknowledge(self, received: Received) -> None:
+        """Take entries off the outbox: the log has what they say."""
+        by_stream: dict[str, list[bytes]] = {}
+        for entry in received.entries:
+            by_stream.setdefault(entry.stream, []).append(entry.id)
+        try:
+            for stream, ids in by_stream.items():
+                for begin in range(0, len(ids), ACKNOWLEDGED):
+                    some = ids[begin : begin + ACKNOWLEDGED]
+                    # Deleted first: what is deleted and still pending comes back empty, and is acknowledged then.
+                    self._client.xdel(stream, *some)
+                    self._client.xack(stream, GROUP, *some)
+        except RedisError as error:
+            raise self._unreachable(error) from error
+
+    def _read(self, most: int) -> Iterator[tuple[str, bytes, dict[bytes, bytes]]]:
+        """Stream, id and fields of entries."""
+        left = most
+        for number in range(NUM_STREAMS):
+            stream = outbox_stream(number)
+            if left <= 0 or not self._client.exists(stream):
+                continue
+            self._join(stream)
+            # From the start on what is pending, then what nobody has received.
+            begin = b"0"
+            while left > 0:
+                reply = self._client.xreadgroup(GROUP, GROUP, {stream: begin}, count=min(left, READ_ENTRIES))
+                entries = _of_one_stream(reply)
+                if entries:
+                    left -= len(entries)
+                    yield from ((stream, id, fields) for id, fields in entries)
+                    begin = b">" if begin == b">" else entries[-1][0]
+                elif begin == b">":
+                    break
+                else:
+                    begin = b">"
+
+    def _join(self, stream: str) -> None:
+        try:
+            self._client.xgroup_create(stream, GROUP, id="0")
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    def _unreachable(self, error: RedisError) -> DataError:
+        return DataError(
+            f"{self._place}: the outbox cannot be read ({type(error).__name__}: {error}); nothing of it was lost, run"
+            " the job again when the server answers"
+        )
+
+
+def outbox_stream(number: int) -> str:
+    """The key of a bucket's stream."""
+    return f"bft:1:{{b{number:03d}}}:ev"
+
+
+def _of_one_stream(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """The entries of XREADGROUP's reply for one stream, in the form of either protocol version."""
+    if not reply:
+        return []
+    found = next(iter(reply.values()))[0] if isinstance(reply, dict) else reply[0][1]
+    return [(id, fields or {}) for id, fields in found]
+
+
+def _understood(entries: list[tuple[str, bytes, dict[bytes, bytes]]]) -> Received:
+    rows: list[tuple[str, str, float, float, str | None, str]] = []
+    erasures: dict[str, float] = {}
+    merges: list[Merge] = []
+    unusable = []
+    for stream, id, raw in entries:
+        if not raw:
+            continue  # deleted by an acknowledgement that was interrupted, or by an erasure
+        fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
+        try:
+            match fields.get("kind"):
+                case "event":
+                    rows.append(_event(fields))
+                case "erase":
+                    time = float(fields["timestamp_ms"]) / 1000
+                    erasures[fields["user_id"]] = max(time, erasures.get(fields["user_id"], time))
+                case "merge":
+                    time = float(fields["timestamp_ms"]) / 1000
+                    merges.append(Merge(session_id=fields["session_id"], user_id=fields["user_id"], timestamp=time))
+                case other:
+                    raise ValueError(f"kind is {other!r}; known: event, merge, erase")
+        except (ValueError, KeyError) as error:
+            problem = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            unusable.append({"stream": stream, "id": id.decode(), "problem": problem, "fields": json.dumps(fields)})
+    frame = pl.DataFrame(rows, schema=EVENT_SCHEMA, orient="row")
+    return Received(
+        incoming=Incoming(blocks=[frame], erasures=erasures, merges=merges),
+        entries=tuple(Entry(stream, id) for stream, id, _ in entries),
+        unusable=tuple(unusable),
+    )
+
+
+def _event(fields: Mapping[str, str]) -> tuple[str, str, float, float, str | None, str]:
+    """A row of `EVENT_SCHEMA`."""
+    subject = fields["user_id"] if "user_id" in fields else SESSION + fields["session_id"]
+    weight = float(fields["weight"])
+    if weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"weight is {weight}; accepted: 0, or {MIN_WEIGHT} to {MAX_WEIGHT}")
+    timestamp = float(fields["timestamp_ms"]) / 1000
+    return subject, fields["item_id"], timestamp, weight, fields.get("event_id") or None, "outbox"
