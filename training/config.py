@@ -15,6 +15,9 @@ from training import datasets
 from training.events import DataConfig
 from training.splits import SplitName
 
+PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True}
+"""What a record leaves out of the configuration: paths mean nothing on another machine."""
+
 
 class ConfigError(Exception):
     """The configuration is wrong; the message names the file or override, the key, and what is accepted."""

@@ -35,7 +35,7 @@ from model.onnx.export import export_graphs
 from training import calibration as calibrating
 from training import evaluate
 from training.catalog import Catalog, read_titles
-from training.config import ConfigError, OptimizerConfig, RunConfig
+from training.config import PATHS, ConfigError, OptimizerConfig, RunConfig
 from training.distributed import ALONE, World
 from training.events import DataConfig, LogFacts, read_events
 from training.files import write_whole
@@ -57,8 +57,6 @@ REPEAT_SHARE = 0.01
 """`event: auto` means `next_item` when more than this share of the validation targets were had before."""
 SHARDS = "shards"
 """Folder, in the run's own, of a streamed log's training histories; deleted when the run has ended well."""
-PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True}
-"""What a record leaves out of the configuration: paths mean nothing on another machine."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
 
 

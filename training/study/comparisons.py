@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from training.config import PATHS, RunConfig
+from training.events import DataConfig
 from training.study import strata
 from training.study.compare import METRICS, Difference, paired_differences
 from training.study.records import BASELINES, DatasetRecord, RunRecord
@@ -33,6 +36,7 @@ CONTROLS = {
     "no-process-noise": "no process noise",
     "no-jacobian": "no Jacobian",
     "no-score-variance": "no variance in the scores",
+    "plain-settings": "the settings tuned for the plain model",
 }
 """Variants of a model with filtering that have one part changed, in words."""
 NOISE = {"test-noise": "test histories", "training-noise": "training histories"}
@@ -42,6 +46,10 @@ RARE = ("headline", "rare target items")
 COLD = ("headline", "cold users")
 SWITCHES = ("model.filtering", "training.seed")
 """Settings that differ within a comparison by its nature."""
+TUNED = ("model.dropout", "training.batch_size", "training.last_item_share", "training.learning_rate")
+"""Settings that were tuned for filtering on and off alike, so that each side may have its own best (configs/spaces)."""
+DEFAULTS = RunConfig(data=DataConfig(path=Path("-"))).model_dump(mode="json", exclude=PATHS)
+"""What a setting is in a record older than the setting."""
 
 Stratum = tuple[str, str]
 """Division of the test users, and the stratum in it, as in `strata.groups`."""
@@ -80,10 +88,28 @@ class Comparison:
 
     @cached_property
     def differing_settings(self) -> tuple[str, ...]:
-        """Settings, other than the switch and the seed, that are not the same in all its runs."""
-        every = [dict(_leaves(run.config)) for run in (*self.off, *self.on)]
-        keys = sorted({key for settings in every for key in settings} - set(SWITCHES))
-        return tuple(key for key in keys if any(settings.get(key) != every[0].get(key) for settings in every))
+        """Settings that should be the same in all its runs, or for what is tuned in all of one side, and are not."""
+        off, on = (self._values(side) for side in (self.off, self.on))
+        return tuple(
+            key
+            for key in sorted({*off, *on} - set(SWITCHES))
+            if max(len(off[key]), len(on[key])) > 1 or (off[key] != on[key] and key not in TUNED)
+        )
+
+    @cached_property
+    def own_settings(self) -> tuple[str, ...]:
+        """What is tuned and differs between the sides, in words."""
+        off, on = (self._values(side) for side in (self.off, self.on))
+        return tuple(f"{key} {min(off[key])} off, {min(on[key])} on" for key in TUNED if off[key] != on[key])
+
+    @staticmethod
+    def _values(side: Sequence[RunRecord]) -> dict[str, set[Any]]:
+        """Setting → the values that it has in the runs of one side."""
+        values: dict[str, set[Any]] = {}
+        for run in side:
+            for key, value in (dict(_leaves(DEFAULTS)) | dict(_leaves(run.config))).items():
+                values.setdefault(key, set()).add(value)
+        return values
 
     @property
     def caveat(self) -> str:

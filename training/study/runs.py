@@ -19,10 +19,10 @@ from model.config import FIRST_ITEM
 from model.precision import PrecisionTable
 from training import calibration as calibrating
 from training import evaluate
-from training.config import ConfigError, RunConfig, load_config
+from training.config import PATHS, ConfigError, RunConfig, load_config
 from training.evaluate import Predictions
 from training.loop import TrainState, fit
-from training.pipeline import PATHS, Prepared, calibrate, commit, cpu_model, fingerprint, prepare, versions
+from training.pipeline import Prepared, calibrate, commit, cpu_model, fingerprint, prepare, versions
 from training.progress import Reporter
 from training.splits import Histories, Split, Targets
 from training.study import strata

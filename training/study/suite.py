@@ -25,8 +25,9 @@ PARTS = {
     "no-process-noise": "model.parts.process_noise=off",
     "no-jacobian": "model.parts.jacobian=off",
     "no-score-variance": "model.parts.score_variance=off",
+    "plain-settings": "model.dropout=0.3",
 }
-"""Variants with one part of the filter off, and the override that switches it."""
+"""Variants with one part of the filter off, or trained as the plain model is, and the override that does it."""
 
 
 QUICK = ("training.epochs=8", "training.prefixes=off", "training.batch_size=256")

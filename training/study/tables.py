@@ -150,6 +150,12 @@ def main(study: Study) -> Table:
             if comparison.caveat
         ),
         *(
+            f"{comparison.label} on {comparison.dataset.name}: each side has its own tuned"
+            f" {'; '.join(comparison.own_settings)}."
+            for comparison in study.comparisons
+            if comparison.own_settings
+        ),
+        *(
             f"`{name}` has no partner with filtering the other way, and stands in no comparison."
             for name in study.unpaired
         ),

@@ -15,10 +15,10 @@ import optuna
 import torch
 
 from model.build import build_model
-from training.config import ConfigError, load_config, read_yaml
+from training.config import PATHS, ConfigError, load_config, read_yaml
 from training.files import write_whole
 from training.loop import fit
-from training.pipeline import PATHS, commit, cpu_model, prepare, versions
+from training.pipeline import commit, cpu_model, prepare, versions
 from training.progress import Reporter
 
 STARTUP_TRIALS = 3

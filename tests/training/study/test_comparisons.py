@@ -62,6 +62,30 @@ def test_few_seeds_few_users_and_settings_that_differ_carry_no_claim(runs: list[
     assert words.endswith(caveat)
 
 
+def tuned(filtering: bool, seed: int, dropout: float) -> dict[str, object]:
+    return {"model": {"filtering": filtering, "dropout": dropout}, "training": {"seed": seed}}
+
+
+def test_what_was_tuned_may_differ_between_the_sides_but_not_within_one():
+    seeds = (1, 2, 3)
+    off = [run(LARGE, False, seed, config=tuned(False, seed, 0.3)) for seed in seeds]
+    on = [run(LARGE, True, seed, config=tuned(True, seed, 0.4)) for seed in seeds]
+    mixed = [run(LARGE, True, seed, config=tuned(True, seed, 0.3 + 0.1 * (seed == 1))) for seed in seeds]
+
+    apart = study_of({"beauty": LARGE}, [*off, *on]).comparisons[0]
+    unsettled = study_of({"beauty": LARGE}, [*off, *mixed]).comparisons[0]
+
+    assert (apart.caveat, apart.own_settings) == ("", ("model.dropout 0.3 off, 0.4 on",))
+    assert unsettled.caveat == "settings differ (model.dropout), no claim"
+
+
+def test_a_record_older_than_a_setting_has_its_default():
+    new = {"model": {"filtering": True}, "training": {"seed": 1, "refit_epochs": 0}}
+    runs = [run(LARGE, False, config=settings(False, 1, "full")), run(LARGE, True, config=new)]
+
+    assert study_of({"beauty": LARGE}, runs).comparisons[0].differing_settings == ()
+
+
 def test_comparisons_that_may_carry_a_claim_come_first():
     runs = [run(SMALL, filtering) for filtering in (False, True)]
     runs += [run(LARGE, filtering, model="bert4rec") for filtering in (False, True)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from training.study.suite import SUITES
+from training.study.suite import CONTROLLED, PARTS, SUITES
 from training.study.tuning import read_space
 
 ROOT = Path(__file__).parents[3]
@@ -31,6 +31,13 @@ def test_every_run_of_a_suite_has_a_recipe_that_is_a_configuration(backbone: str
         assert config.model.backbone == backbone
         assert config.model.filtering == run.filtering
         assert config.training.seed == run.seed
+
+
+def test_the_control_by_the_plain_model_s_settings_has_them() -> None:
+    for dataset in CONTROLLED:
+        recipe = yaml.safe_load((RECIPES / f"sasrec-{dataset}.yaml").read_text())
+        assert PARTS["plain-settings"] == f"model.dropout={recipe['without_filtering']['model']['dropout']}"
+        assert set(recipe["without_filtering"]) == {"model"}
 
 
 @pytest.mark.parametrize("backbone", ["sasrec", "hstu", "bert4rec"])
