@@ -1,0 +1,132 @@
+"""A window beside the events before: what is counted, and which poison is found."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from training.retrain.store import EVENT_SCHEMA, Incoming, Store
+from training.retrain.window import DAY_S, Limits, Window, check, look, stability_index
+
+NOW = 100 * DAY_S
+
+Row = tuple[str, str, float]
+"""User, item, day."""
+
+
+def frame(rows: Sequence[Row], source: str) -> pl.DataFrame:
+    users, items, days = zip(*rows, strict=True)
+    columns = {
+        "user_id": users,
+        "item_id": items,
+        "timestamp": [day * DAY_S for day in days],
+        "weight": [1.0] * len(rows),
+        "event_id": [f"{source} {number}" for number in range(len(rows))],
+        "source": [source] * len(rows),
+    }
+    return pl.DataFrame(columns, schema=EVENT_SCHEMA)
+
+
+def log(folder: Path, *ingests: Sequence[Row]) -> Store:
+    store = Store(folder)
+    for number, rows in enumerate(ingests):
+        store.ingest(Incoming(blocks=[frame(rows, f"part {number}")]))
+    return store
+
+
+def ordinary(num_events: int, begin_day: int, num_days: int, num_users: int = 50, seed: int = 0) -> list[Row]:
+    """Users who take items of a fixed popularity, evenly over some days."""
+    generator = np.random.default_rng(seed)
+    popularity = 1 / np.arange(1, 41)
+    items = generator.choice(40, num_events, p=popularity / popularity.sum())
+    users = generator.integers(num_users, size=num_events)
+    days = begin_day + np.arange(num_events) * num_days / num_events
+    return [(f"u{user}", f"i{item}", float(day)) for user, item, day in zip(users, items, days, strict=True)]
+
+
+def failed(window: Window) -> list[str]:
+    return [one.name for one in check(window, Limits()) if not one.is_met]
+
+
+def test_a_window_is_what_came_after_what_was_learned(tmp_path: Path) -> None:
+    store = log(
+        tmp_path,
+        [("u", "a", 1.0), ("v", "a", 2.0), ("v", "b", 3.0)],
+        [("u", "a", 4.0), ("u", "c", 5.0), ("w", "a", 5.5), ("u", "b", 2.5)],
+    )
+
+    window = look(store, learned=1, now=NOW)
+
+    assert (window.events, window.earlier_events, window.users, window.items) == (4, 3, 2, 3)
+    assert (window.first, window.last, window.learned_until) == (2.5 * DAY_S, 5.5 * DAY_S, 3.0 * DAY_S)
+    assert (window.new_user_share, window.new_item_share, window.late_share) == (0.25, 0.25, 0.25)
+    assert (window.busiest_user, window.busiest_user_share) == ("u", 0.75)
+    # One event on days 2 and 4, two on day 5; one a day before.
+    assert window.events_per_day == pytest.approx(4 / 3)
+    assert window.usual_events_per_day == 1.0
+    assert window.by_source == {"part 1": 4}
+
+
+def test_a_log_without_a_model_is_all_new(tmp_path: Path) -> None:
+    window = look(log(tmp_path, [("u", "a", 1.0), ("v", "b", 2.0)]), learned=0, now=NOW)
+
+    assert (window.events, window.earlier_events) == (2, 0)
+    assert math.isnan(window.usual_events_per_day)
+    assert {one.name for one in check(window, Limits())} == {"busiest_user", "future"}
+    assert "usual_events_per_day" not in window.to_json()
+
+
+def test_nothing_new_is_an_empty_window(tmp_path: Path) -> None:
+    window = look(log(tmp_path, [("u", "a", 1.0)]), learned=1, now=NOW)
+
+    assert (window.events, window.earlier_events, window.psi) == (0, 1, 0.0)
+
+
+def test_an_ordinary_window_passes(tmp_path: Path) -> None:
+    store = log(tmp_path, ordinary(4000, 0, 40), ordinary(1000, 40, 10, seed=1))
+
+    assert failed(look(store, learned=1, now=NOW)) == []
+
+
+POISON = {
+    "busiest_user": [("bot", f"i{number % 40}", 45.0) for number in range(120)],
+    "future": [("u1", "i1", 2000.0), ("u2", "i2", 2000.0)],
+    "late": [(f"u{number % 50}", f"i{number % 40}", 1.0) for number in range(1100)],
+    "new_items": [(f"u{number % 50}", f"x{number}", 45.0) for number in range(1100)],
+    "new_users": [(f"x{number}", f"i{number % 3}", 45.0) for number in range(12_000)],
+    "popularity": [(f"u{number % 50}", "i39", 45.0) for number in range(2000)],
+}
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_a_poisoned_window_is_found_and_told_what_to_do(name: str, tmp_path: Path) -> None:
+    store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(1000, 40, 10, seed=1), *POISON[name]])
+
+    window = look(store, learned=1, now=NOW)
+
+    assert name in failed(window)
+    told = next(one for one in check(window, Limits()) if one.name == name)
+    assert "retrain." in told.advice
+    assert float(told.accepted.removeprefix("at most ")) < told.found
+
+
+@pytest.mark.parametrize(("num_events", "is_met"), [(80, False), (800, True), (12_000, False)])
+def test_the_volume_of_a_day_is_held_against_the_usual_one(num_events: int, is_met: bool, tmp_path: Path) -> None:
+    store = log(tmp_path, ordinary(4000, 0, 40), ordinary(num_events, 40, 10, seed=1))
+
+    found = {one.name: one for one in check(look(store, learned=1, now=NOW), Limits())}
+
+    assert found["volume"].is_met == is_met
+
+
+def test_the_stability_index_is_that_of_the_formula() -> None:
+    # Ten items of equal use: a bin each.
+    earlier, new = np.full(10, 10), np.array([20, 5, *[10] * 7, 5])
+    p, q = earlier / 100, new / 100
+
+    assert stability_index(earlier, new) == pytest.approx(((q - p) * np.log(q / p)).sum())
+    assert stability_index(earlier, earlier * 3) == pytest.approx(0)
+    assert stability_index(np.zeros(3), np.ones(3)) == 0

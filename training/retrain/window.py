@@ -1,0 +1,259 @@
+"""The events that came since the current model learned: how they compare with those before, and whether to trust them.
+
+A check that fails stops the job before anything is trained. It says what was found, what is accepted, and what to do.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+from pydantic import BaseModel, ConfigDict, Field
+
+from training.retrain.store import NUM_BUCKETS, Store
+
+DAY_S = 86_400
+REFERENCE_DAYS = 28
+"""Days with events, the last before the window, whose median is the usual volume."""
+PSI_BINS = 10
+LEAST_SHARE = 1e-4
+"""Of a bin of the PSI: an empty one would make it infinite."""
+
+
+class Limits(BaseModel):
+    """What a window may look like. Strict and frozen; part of the job's configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    min_events: int = Field(default=500, ge=1)
+    """New events below which there is nothing to do yet."""
+    max_user_share: float = Field(default=0.05, gt=0, le=1)
+    """Of the new events, by one user."""
+    max_new_user_share: float = Field(default=0.9, gt=0, le=1)
+    """Of the new events, by users without earlier ones."""
+    max_new_item_share: float = Field(default=0.5, gt=0, le=1)
+    """Of the new events, on items without earlier ones."""
+    max_psi: float = Field(default=1.0, gt=0)
+    """Population stability index of the items' popularity; from 0.25 on it is usually called a shift."""
+    max_volume_factor: float = Field(default=10.0, gt=1)
+    """Events a day, against the usual number, either way."""
+    max_future_share: float = Field(default=0.001, ge=0, le=1)
+    """Of the new events, dated more than a day after now."""
+    max_late_share: float = Field(default=0.5, ge=0, le=1)
+    """Of the new events, dated before the last event that the current model learned."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property of a window, and whether it is accepted."""
+
+    name: str
+    found: float
+    accepted: str
+    is_met: bool
+    advice: str
+    """What to do when it is not."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The new events beside the ones before. Shares are of the new events."""
+
+    events: int
+    earlier_events: int
+    users: int = 0
+    items: int = 0
+    first: float = math.nan
+    """Seconds since 1970, as `last`."""
+    last: float = math.nan
+    learned_until: float = math.nan
+    """Time of the last of the earlier events; NaN: there are none."""
+    new_user_share: float = 0.0
+    new_item_share: float = 0.0
+    busiest_user: str = ""
+    busiest_user_share: float = 0.0
+    future_share: float = 0.0
+    late_share: float = 0.0
+    psi: float = 0.0
+    events_per_day: float = 0.0
+    usual_events_per_day: float = math.nan
+    by_source: dict[str, int] = field(default_factory=dict)
+    """New events by what brought them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field that has a value."""
+        return {key: value for key, value in asdict(self).items() if value == value}
+
+
+def look(store: Store, learned: int, now: float) -> Window:
+    """Look at the events of the ingests after `learned`. Events on an item or by a user of weight 0 count too.
+
+    Args:
+        store: the log. One bucket at a time is in memory, and counts by user, item and day.
+        learned: number of the last ingest that the current model has learned; 0: none.
+        now: seconds since 1970.
+    """
+    counts = {key: _no_counts(key) for key in ("user_id", "item_id", "day", "source")}
+    first, last, learned_until = math.inf, -math.inf, -math.inf
+    for number in range(NUM_BUCKETS):
+        events = store.bucket(number).with_columns(
+            new=pl.col("ingest") > learned, day=(pl.col("timestamp") // DAY_S).cast(pl.Int64())
+        )
+        for key, so_far in counts.items():
+            counts[key] = _added(so_far, events, key)
+        new, earlier = events.filter("new")["timestamp"], events.filter(~pl.col("new"))["timestamp"]
+        if len(new):
+            first, last = min(first, float(new.min())), max(last, float(new.max()))  # type: ignore[arg-type]
+        if len(earlier):
+            learned_until = max(learned_until, float(earlier.max()))  # type: ignore[arg-type]
+    users, items = counts["user_id"], counts["item_id"]
+    num_new = int(users["new"].sum())
+    window = Window(
+        events=num_new,
+        earlier_events=int(users["earlier"].sum()),
+        learned_until=learned_until if math.isfinite(learned_until) else math.nan,
+    )
+    if num_new == 0:
+        return window
+    future, late = (
+        _num_between(store, learned, *bounds) for bounds in ((now + DAY_S, math.inf), (-math.inf, learned_until))
+    )
+    busiest = users.sort("new", "user_id", descending=[True, False]).row(0, named=True)
+    return replace(
+        window,
+        users=int((users["new"] > 0).sum()),
+        items=int((items["new"] > 0).sum()),
+        first=first,
+        last=last,
+        new_user_share=_share_of_the_new(users),
+        new_item_share=_share_of_the_new(items),
+        busiest_user=busiest["user_id"],
+        busiest_user_share=busiest["new"] / num_new,
+        psi=stability_index(items["earlier"].to_numpy(), items["new"].to_numpy()),
+        events_per_day=float(counts["day"].filter(pl.col("new") > 0)["new"].mean()),  # type: ignore[arg-type]
+        usual_events_per_day=_usual(counts["day"]),
+        by_source=dict(counts["source"].filter(pl.col("new") > 0).sort("source").select("source", "new").iter_rows()),
+        future_share=future / num_new,
+        late_share=late / num_new,
+    )
+
+
+def check(window: Window, limits: Limits) -> list[Check]:
+    """Whether a window can be learned from; checks that need earlier events are left out where there are none."""
+    checks = [
+        _at_most(
+            "busiest_user",
+            window.busiest_user_share,
+            limits.max_user_share,
+            f"look at the events of user {window.busiest_user!r}: a program makes so many; leave the user out with"
+            " retrain.without_users, or raise retrain.limits.max_user_share",
+        ),
+        _at_most(
+            "future",
+            window.future_share,
+            limits.max_future_share,
+            "a clock is ahead, or seconds and milliseconds were mixed up: mend the source and forget this ingest, or"
+            " raise retrain.limits.max_future_share",
+        ),
+    ]
+    if window.earlier_events:
+        checks += [
+            _at_most(
+                "late",
+                window.late_share,
+                limits.max_late_share,
+                "most events are older than what is known already: a clock is behind, or old files came again under new"
+                " ids; mend the source, or raise retrain.limits.max_late_share",
+            ),
+            _at_most(
+                "new_users",
+                window.new_user_share,
+                limits.max_new_user_share,
+                "hardly any user is known: were their ids made anew? Else raise retrain.limits.max_new_user_share",
+            ),
+            _at_most(
+                "new_items",
+                window.new_item_share,
+                limits.max_new_item_share,
+                "too few items are known: were their ids made anew? Else raise retrain.limits.max_new_item_share",
+            ),
+            _at_most(
+                "popularity",
+                window.psi,
+                limits.max_psi,
+                "other items are popular than before: look at the sources; if it is so, raise retrain.limits.max_psi",
+            ),
+        ]
+    if math.isfinite(window.usual_events_per_day):
+        factor = window.events_per_day / window.usual_events_per_day
+        volume = _at_most(
+            "volume",
+            max(factor, 1 / factor),
+            limits.max_volume_factor,
+            f"{window.events_per_day:,.0f} events a day where {window.usual_events_per_day:,.0f} are usual: is a source"
+            " missing, or sent twice under other ids? Else raise retrain.limits.max_volume_factor",
+        )
+        checks.append(volume)
+    return checks
+
+
+def stability_index(earlier_N: np.ndarray, new_N: np.ndarray) -> float:
+    """PSI of the items' popularity: Σ (q − p)·ln(q/p) over bins of items that had equal shares p of the earlier events.
+
+    Items without earlier events are left out. 0 where there are no events on either side.
+
+    Args:
+        earlier_N, new_N: events on each item.
+    """
+    known = earlier_N > 0
+    earlier, new = earlier_N[known].astype(float), new_N[known].astype(float)
+    if earlier.sum() == 0 or new.sum() == 0:
+        return 0.0
+    order = np.argsort(-earlier, kind="stable")
+    share = earlier[order].cumsum() / earlier.sum()
+    bins = np.minimum((share - earlier[order] / earlier.sum() / 2) * PSI_BINS, PSI_BINS - 1).astype(int)
+    p, q = (np.bincount(bins, values[order], PSI_BINS) / values.sum() for values in (earlier, new))
+    filled = p > 0
+    p, q = p[filled], np.maximum(q[filled], LEAST_SHARE)
+    return float(((q - p) * np.log(q / p)).sum())
+
+
+def _at_most(name: str, found: float, limit: float, advice: str) -> Check:
+    return Check(name, found, f"at most {limit:g}", found <= limit, advice)
+
+
+def _no_counts(key: str) -> pl.DataFrame:
+    type = pl.Int64() if key == "day" else pl.String()
+    return pl.DataFrame(schema={key: type, "new": pl.Int64(), "earlier": pl.Int64()})
+
+
+def _added(so_far: pl.DataFrame, events: pl.DataFrame, key: str) -> pl.DataFrame:
+    """Counts of new and earlier events by a key, those of more events added."""
+    is_new = pl.col("new")
+    counts = events.group_by(key).agg(new=is_new.sum().cast(pl.Int64()), earlier=(~is_new).sum().cast(pl.Int64()))
+    return pl.concat([so_far, counts]).group_by(key).sum()
+
+
+def _num_between(store: Store, learned: int, begin: float, end: float) -> int:
+    """New events dated after `begin` and before `end`."""
+    found = 0
+    for number in range(NUM_BUCKETS):
+        new = store.bucket(number).filter(pl.col("ingest") > learned)["timestamp"]
+        found += int(((new > begin) & (new < end)).sum())
+    return found
+
+
+def _share_of_the_new(counts: pl.DataFrame) -> float:
+    """Share of the new events that are on keys without earlier ones."""
+    return int(counts.filter(pl.col("earlier") == 0)["new"].sum()) / int(counts["new"].sum())
+
+
+def _usual(days: pl.DataFrame) -> float:
+    """Median of the last days that had events before the window; NaN with none."""
+    earlier = days.filter(pl.col("earlier") > 0).sort("day")["earlier"].tail(REFERENCE_DAYS)
+    return math.nan if earlier.is_empty() else float(earlier.median())  # type: ignore[arg-type]
