@@ -277,8 +277,13 @@ def prepare_for(bundle: Bundle, data: DataConfig) -> Prepared:
     Raises:
         DataError: the log cannot be read, or has no test user whose target the bundle knows.
     """
+    split_name = bundle.manifest.data["split"]
+    if split_name == "time":
+        raise DataError(
+            f"{bundle.folder} was made by the retraining job and has learned all of its log: nothing is left to judge"
+            " it on. Its run's report has the figures of the newest events, judged before they were learned"
+        )
     with tempfile.TemporaryDirectory() as shards:
-        split_name = bundle.manifest.data["split"]
         log, catalog, split = _read_split(data, split_name, Path(shards), Catalog.of_bundle(bundle))
     _require(data.path, split, "test", len(split.test))
     return Prepared(log, catalog, split, bundle.manifest.event)

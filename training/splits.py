@@ -159,7 +159,8 @@ Train = TypeVar("Train", bound=TrainingHistories)
 class Split(Generic[Train]):
     """What to train on, choose by, and report."""
 
-    name: SplitName
+    name: SplitName | Literal["time"]
+    """`time`: the retraining job's, by a moment (training/retrain/slices.py)."""
     train: Train
     validation: Targets
     test: Targets

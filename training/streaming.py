@@ -90,7 +90,7 @@ def stream_log(config: DataConfig, name: SplitName, folder: Path, catalog: Catal
         validation = _first_by_hash(Targets.concat([validation, split.validation]), config.max_evaluated_users)
         test = _first_by_hash(Targets.concat([test, split.test]), config.max_evaluated_users)
         if split.train.weights.any():
-            _write_shard(folder, tally.num_pieces, split.train)
+            write_shard(folder, tally.num_pieces, split.train)
             tally.num_pieces += 1
     shutil.rmtree(scattered)
     return StreamedLog(
@@ -201,7 +201,8 @@ def _shard_file(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.parquet"
 
 
-def _write_shard(folder: Path, number: int, train: Histories) -> None:
+def write_shard(folder: Path, number: int, train: Histories) -> None:
+    """Keep training histories as the piece `number` of a folder's `Shards`."""
     lengths = np.diff(train.offsets)
     user_ids = pl.Series(train.user_ids, dtype=pl.String())
     pl.DataFrame(
