@@ -98,35 +98,40 @@ def fit(
 def refit(
     model: Backbone,
     histories: TrainingHistories,
+    epochs: int,
     config: OptimizerConfig,
     checkpoint: Path | None = None,
     on_step: Callable[[int, int, float], None] = lambda done, total, loss: None,
     on_epoch: Callable[[dict[str, float]], None] = lambda row: None,
     world: World = ALONE,
 ) -> TrainState:
-    """Go on from a fitted model for `config.refit_epochs` epochs; nobody validates, so that all events can be learned.
-
-    The learning rate falls in a straight line from half of `config.learning_rate` to 0.
+    """Train as `fit` does, for a number of epochs that is known: nobody validates, so that all events can be learned.
 
     Args:
         model: with the weights to begin from; changed in place, and left with those of the last epoch.
         histories: what to learn.
+        epochs: to train, at most `config.epochs`, over which the learning rate falls.
         config, checkpoint, on_step, on_epoch, world: see `fit`; rows of the curve have no validation figures.
 
     Raises:
         ConfigError: as `fit`.
     """
-    falling = {"epochs": config.refit_epochs, "schedule": "linear", "learning_rate": config.learning_rate / 2}
-    config = config.model_copy(update=falling)
     training = TrainingWindows(histories, model.config.max_len, config.prefixes)
     state = _begin(model, config, checkpoint, world)
     batch_loss = world.replicated(BatchLoss(model, config))
-    while state.epoch < config.epochs:
+    while state.epoch < epochs:
         begun = time.monotonic()
         loss = train_epoch(state, batch_loss, training, config, on_step, world)
         _end_epoch(state, {"loss": loss}, begun, checkpoint, world)
         on_epoch(state.curve[-1])
     return state
+
+
+def going_on(config: OptimizerConfig, epochs: int) -> OptimizerConfig:
+    """How a model that is fitted already is trained for some epochs more: the rate falls from half of what it was."""
+    return config.model_copy(
+        update={"epochs": epochs, "schedule": "linear", "learning_rate": config.learning_rate / 2, "patience": epochs}
+    )
 
 
 def _begin(model: Backbone, config: OptimizerConfig, checkpoint: Path | None, world: World) -> TrainState:

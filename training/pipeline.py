@@ -39,7 +39,7 @@ from training.config import PATHS, ConfigError, OptimizerConfig, RunConfig
 from training.distributed import ALONE, World
 from training.events import DataConfig, LogFacts, read_events
 from training.files import write_whole
-from training.loop import TrainState, fit, micro_batches, refit
+from training.loop import TrainState, fit, going_on, micro_batches, refit
 from training.progress import Reporter
 from training.splits import (
     MIN_EVENTS_LEAVE_ONE_OUT,
@@ -148,7 +148,8 @@ def train(
         model = _new_model(config, prepared)
         model.load_state_dict(state.best_weights)
         refit_checkpoint = out / f"refit-{checkpoint.stem}-{state.best_epoch}-{epochs}.pt"
-        again = refit(model, prepared.split.train, config.training, refit_checkpoint, *progress)
+        further = going_on(config.training, epochs)
+        again = refit(model, prepared.split.train, epochs, further, refit_checkpoint, *progress)
         record = judged(model, prepared, state.seconds + again.seconds)
 
     report.stage("exporting to ONNX and comparing with torch")

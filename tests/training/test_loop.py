@@ -17,7 +17,7 @@ from training import loop
 from training.batches import training_windows
 from training.config import ConfigError, OptimizerConfig
 from training.evaluate import ranks, score_users
-from training.loop import TrainState, fit, refit
+from training.loop import TrainState, fit, going_on, refit
 from training.splits import Split
 
 NUM_ITEMS = 25
@@ -78,42 +78,54 @@ def test_the_loss_falls_and_the_curve_records_every_epoch() -> None:
     assert set(rows[0]) == {"epoch", "loss", "val_ndcg@10", "val_hr@10", "seconds"}
 
 
-def test_a_refit_goes_on_from_the_weights_at_half_the_rate_which_falls_to_nought() -> None:
-    split = walks_split()
-    rates: list[float] = []
-    losses: list[float] = []
-    model = fresh_model(split, NUM_ITEMS)
-    fitted = fit(model, split, "next_item", settings(epochs=4))
+def test_a_refit_takes_the_steps_of_the_fit_that_told_it_how_many() -> None:
+    split, config = walks_split(), settings(epochs=4, schedule="linear")
+    fitted, again = fresh_model(split, NUM_ITEMS), fresh_model(split, NUM_ITEMS)
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def keep(row: dict[str, float]) -> None:
+        kept.append({name: value.clone() for name, value in fitted.state_dict().items()})
+
+    fit(fitted, split, "next_item", config, on_epoch=keep)
+    state = refit(again, split.train, 3, config)
+
+    assert [set(row) for row in state.curve] == [{"epoch", "loss", "seconds"}] * 3
+    assert same(again.state_dict(), kept[2])
+    assert not same(again.state_dict(), kept[3])
+
+
+def test_going_on_begins_at_half_the_rate_which_falls_to_nought() -> None:
+    split, rates = walks_split(), []
 
     def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
         rates.append(optimizer.param_groups[0]["lr"])
 
     handle = register_optimizer_step_pre_hook(note)
-    config = settings(epochs=4, refit_epochs=2, learning_rate=8e-3)
-    state = refit(model, split.train, config, on_step=lambda done, total, mean: losses.append(mean))
+    refit(fresh_model(split, NUM_ITEMS), split.train, 2, going_on(settings(epochs=30, learning_rate=8e-3), 2))
     handle.remove()
 
-    # 8 steps, from half the rate on.
     assert rates == pytest.approx([4e-3 * (1 - step / 8) for step in range(8)])
-    assert losses[0] < fitted.curve[1]["loss"]
-    assert [set(row) for row in state.curve] == [{"epoch", "loss", "seconds"}] * 2
 
 
 def test_a_refit_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    split, checkpoint, config = walks_split(), tmp_path / "refit.pt", settings(refit_epochs=3)
+    split, checkpoint, config = walks_split(), tmp_path / "refit.pt", settings(epochs=3)
     unbroken, broken, resumed = (fresh_model(split, NUM_ITEMS, seed=seed) for seed in (0, 0, 5))
 
     def die_in_the_second_epoch(row: dict[str, float]) -> None:
         if row["epoch"] == 2:
             raise KeyboardInterrupt
 
-    refit(unbroken, split.train, config)
+    refit(unbroken, split.train, 3, config)
     with pytest.raises(KeyboardInterrupt):
-        refit(broken, split.train, config, checkpoint, on_epoch=die_in_the_second_epoch)
-    state = refit(resumed, split.train, config, checkpoint)
+        refit(broken, split.train, 3, config, checkpoint, on_epoch=die_in_the_second_epoch)
+    state = refit(resumed, split.train, 3, config, checkpoint)
 
     assert state.epoch == 3
-    assert all(torch.equal(value, unbroken.state_dict()[name]) for name, value in resumed.state_dict().items())
+    assert same(resumed.state_dict(), unbroken.state_dict())
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_progress_counts_the_steps_of_each_epoch() -> None:
