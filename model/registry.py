@@ -8,6 +8,8 @@ new, whole.
 import fcntl
 import json
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from model.bundle import MANIFEST, BundleError, fsync, open_bundle
 
 REGISTRY = "registry.json"
 CURRENT = "current"
+STRAY_S = 86_400
+"""Age of a folder that no index names and that is nobody's work under way any more."""
 
 Version = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 """A bundle's content hash, the name of its folder."""
@@ -59,6 +63,42 @@ def roll_back(registry: Path) -> RegistryIndex:
             raise BundleError(f"{registry}: no earlier bundle to go back to")
         open_bundle(registry / index.previous)
         return _make_current(registry, index, index.previous)
+
+
+def prune(registry: Path, keep: int) -> list[str]:
+    """Remove all but the bundles that were current last, the current and the previous one among them.
+
+    Those by which a bundle that stays was calibrated stay too. What was never current, and is older than
+    `STRAY_S`, is what a publisher that died left, and goes.
+
+    Args:
+        keep: how many stay, at least 2.
+
+    Returns:
+        the versions that were removed.
+
+    Raises:
+        BundleError: nothing was published here yet.
+    """
+    with _lock(registry):
+        index = read_index(registry)
+        if index is None:
+            raise BundleError(f"{registry}: nothing was published here yet")
+        latest = list(dict.fromkeys(reversed(index.history)))[: max(keep, 2)]
+        kept = {index.current, index.previous, *latest}
+        kept |= {open_bundle(registry / version).manifest.calibrated_by for version in kept if version}
+        folders = [path for path in registry.iterdir() if path.is_dir() and not path.is_symlink()]
+        removed = [
+            path
+            for path in folders
+            if path.name not in kept and (path.name in index.history or time.time() - path.stat().st_mtime > STRAY_S)
+        ]
+        history = tuple(version for version in index.history if version in kept)
+        # First out of the index: a reader that comes meanwhile finds no name without a folder.
+        _replace(registry, index.model_copy(update={"history": history}))
+        for path in removed:
+            shutil.rmtree(path)
+        return sorted(path.name for path in removed)
 
 
 def read_index(registry: Path) -> RegistryIndex | None:

@@ -5,7 +5,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -71,17 +71,15 @@ class OptimizerConfig(BaseModel):
     """Whether torch.compile makes the encoder's training step; takes a C++ compiler and, at first, a minute or more."""
 
 
-class RunConfig(BaseModel):
-    """All that decides a training run; written whole into the manifest and the run's record."""
+class ModelRun(BaseModel):
+    """What every kind of run decides about its model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
     """The model's name, shown in every answer; None: `bft-` and the backbone."""
-    data: DataConfig
     titles: Annotated[Path | None, Field(strict=False)] = None
     """A `.item` or CSV file with the items' titles."""
-    split: SplitName = "leave_one_out"
     event: Literal["auto", "next_new_item", "next_item"] = "auto"
     """What a confidence is the probability of; `auto`: `next_new_item` unless users repeat items."""
     model: ModelConfig = ModelConfig()
@@ -93,6 +91,16 @@ class RunConfig(BaseModel):
         return self.name or f"bft-{self.model.backbone}"
 
 
+class RunConfig(ModelRun):
+    """All that decides a training run; written whole into the manifest and the run's record."""
+
+    data: DataConfig
+    split: SplitName = "leave_one_out"
+
+
+Run = TypeVar("Run", bound=ModelRun)
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-3` as text for want of a dot; here it is the number it looks like."""
 
@@ -102,7 +110,11 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+@overload
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig: ...
+@overload
+def load_config(path: Path | None, overrides: Sequence[str], kind: type[Run]) -> Run: ...
+def load_config(path: Path | None, overrides: Sequence[str] = (), kind: type[ModelRun] = RunConfig) -> ModelRun:
     """Read a configuration file and apply overrides.
 
     Args:
@@ -111,16 +123,24 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
             turns out to have filtering off, so that one file can be each side's own best.
         overrides: `dotted.key=value`, the value in YAML; later ones win. `model=NAME` is short for
             `model.backbone=NAME`.
+        kind: of the run that is configured.
 
     Raises:
         ConfigError: the file is missing or not a mapping, an override has no `=`, a key is unknown (names the
             nearest), or a value is not accepted.
         DataError: `data.path` names a data set that is not whole.
     """
-    return override_config({} if path is None else read_yaml(path, "--config"), overrides, str(path or "configuration"))
+    document = {} if path is None else read_yaml(path, "--config")
+    return override_config(document, overrides, str(path or "configuration"), kind)
 
 
-def override_config(document: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+@overload
+def override_config(document: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig: ...
+@overload
+def override_config(document: dict[str, Any], overrides: Sequence[str], where: str, kind: type[Run]) -> Run: ...
+def override_config(
+    document: dict[str, Any], overrides: Sequence[str], where: str, kind: type[ModelRun] = RunConfig
+) -> ModelRun:
     """A configuration from a document and overrides; arguments and errors as in `load_config`.
 
     Where `data.path` is no file or folder but the name of a data set in the cache, the data set's log and titles
@@ -138,21 +158,21 @@ def override_config(document: dict[str, Any], overrides: Sequence[str], where: s
     without_filtering = document.pop("without_filtering", {})
     if not isinstance(without_filtering, dict):
         raise ConfigError(f"{where}: without_filtering: expected keys such as model; found {without_filtering!r}")
-    config = _validated(document, overrides, where)
-    plain = _validated(_merged(document, without_filtering), overrides, where)
+    config = _validated(document, overrides, where, kind)
+    plain = _validated(_merged(document, without_filtering), overrides, where, kind)
     return config if config.model.filtering else plain
 
 
-def _validated(document: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+def _validated(document: dict[str, Any], overrides: Sequence[str], where: str, kind: type[ModelRun]) -> ModelRun:
     given = _overridden(document, overrides)
     if found := _named_dataset(given):
         # Once more over what the data set says: `data.columns.item_id=sku` changes one column of its own.
         given = _overridden(_over(found, document), overrides)
         given["data"]["path"] = str(found.config.path)
     try:
-        return RunConfig.model_validate(given)
+        return kind.model_validate(given)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {_explain(item)}" for item in error.errors())) from error
+        raise ConfigError("\n".join(f"{where}: {_explain(item, kind)}" for item in error.errors())) from error
 
 
 def _overridden(document: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -224,13 +244,13 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
     document[keys[-1]] = value
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, kind: type[ModelRun]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["loc"] in (("data",), ("data", "path")) and error["type"] == "missing":
         return "no interaction log is named; give it with --data FILE, or as data.path"
     if error["type"] != "extra_forbidden":
         return f"{key}: {error['msg']} (got {str(error['input'])[:80]!r})"
-    known = list(_known_keys(RunConfig))
+    known = list(_known_keys(kind))
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
     return f"unknown key {key}; the nearest is {nearest[0]}"
 

@@ -57,6 +57,8 @@ REPEAT_SHARE = 0.01
 """`event: auto` means `next_item` when more than this share of the validation targets were had before."""
 SHARDS = "shards"
 """Folder, in the run's own, of a streamed log's training histories; deleted when the run has ended well."""
+TRAINING = ("config", "command", "commit", "best_epoch", "seconds", "ingest", "judged")
+"""What a manifest tells of a record; the last two are the retraining job's."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
 
 
@@ -335,7 +337,7 @@ def write(
         "custom_ops": custom_ops,
         "data": record["data"],
         "metrics": record["test"],
-        "training": {key: record[key] for key in ("config", "command", "commit", "best_epoch", "seconds")},
+        "training": {key: record[key] for key in TRAINING if key in record},
         "versions": record["versions"],
     }
     return write_bundle(folder, manifest, fill)

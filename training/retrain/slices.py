@@ -11,6 +11,7 @@ U users
 """
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +76,12 @@ def split_at(store: Store, catalog: Catalog, cut: Cut, folder: Path) -> tuple[Ca
         store: the log. A shard's buckets are in memory at a time, and the users to validate with and to judge by.
         catalog: whose items are known; others are UNK.
         cut: where.
-        folder: receives the shards of what is learned; is made, and must not be there yet.
+        folder: receives the shards of what is learned. What lies there is deleted.
 
     Returns:
         the catalogue with the counts of what is learned, and the split. Of its test targets one user may have several.
     """
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shares = _Shares.of(store, cut)
     counts = np.zeros(len(catalog), np.int64)

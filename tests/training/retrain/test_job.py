@@ -1,0 +1,129 @@
+"""The job as a whole: a first model, a better one the next night, and nothing published that should not be."""
+
+import fcntl
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model import registry as registries
+from model.bundle import open_bundle
+from tests.training.test_pipeline import Recorder
+from training.config import load_config
+from training.retrain import job
+from training.retrain.config import JobConfig
+from training.retrain.job import JobLocked, retrain
+from training.retrain.store import Store
+
+NUM_ITEMS = 30
+DAY_S = 86_400.0
+NOW = 400 * DAY_S
+SMALL = [
+    "model={width: 16, num_layers: 1, num_heads: 1, ffn_width: 32, max_len: 8, dropout: 0.1}",
+    "training={epochs: 8, batch_size: 64, learning_rate: 2e-2, schedule: linear, patience: 8}",
+    "retrain={judged_events: 300, limits: {min_events: 200}}",
+]
+
+
+def walks(folder: Path, name: str, begin_day: float, num_users: int, num_items: int, seed: int, shuffled: bool = False):
+    """A file of users who go from each item to its successor, mostly, in a ring."""
+    generator = np.random.default_rng(seed)
+    rows = ["user_id,item_id,timestamp"]
+    for user in range(num_users):
+        item = int(generator.integers(num_items))
+        for step in range(12):
+            shown = int(generator.integers(num_items)) if shuffled else item
+            rows.append(f"user {seed}-{user},item {shown},{(begin_day + 10 * generator.random()) * DAY_S + step}")
+            jump = generator.random() < 0.1
+            item = int(generator.integers(num_items)) if jump else (item + 1) % num_items
+    folder.mkdir(exist_ok=True)
+    # Steps of a user a second apart, in order.
+    starts = {}
+    for number, row in enumerate(rows[1:], 1):
+        user, item_id, time = row.split(",")
+        start = starts.setdefault(user, float(time))
+        rows[number] = f"{user},{item_id},{start + number % 12}"
+    (folder / name).write_text("\n".join(rows) + "\n")
+
+
+def config(source: Path, *overrides: str) -> JobConfig:
+    return load_config(None, [f"data.path={source}", *SMALL, *overrides], JobConfig)
+
+
+def run(folder: Path, *overrides: str, **rest: Any) -> job.Run:
+    settings = config(folder / "in", *overrides)
+    return retrain(settings, folder / "work", folder / "registry", None, Recorder(), ["bft-train"], now=NOW, **rest)
+
+
+@pytest.fixture(scope="module")
+def two_nights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, job.Run, job.Run]:
+    folder = tmp_path_factory.mktemp("nights")
+    walks(folder / "in", "monday.csv", 0, 150, NUM_ITEMS, seed=1)
+    first = run(folder)
+    walks(folder / "in", "tuesday.csv", 20, 80, NUM_ITEMS + 5, seed=2)
+    return folder, first, run(folder)
+
+
+def test_the_first_night_publishes_a_model_that_beats_popularity(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+    _, first, _ = two_nights
+
+    assert (first.outcome, first.current) == ("published", None)
+    assert [question.name for question in first.questions] == ["NDCG@10"]
+    assert first.judged["candidate"]["ndcg@10"] > first.judged["popularity"]["ndcg@10"]
+    assert first.training["start"] == "scratch"
+
+
+def test_the_next_night_publishes_a_model_that_learned_everything(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+    folder, first, second = two_nights
+
+    assert (second.outcome, second.current) == ("published", first.bundle)
+    assert second.training["start"] == "warm"
+    bundle = open_bundle(folder / "registry" / str(second.bundle))
+    assert bundle.items.training_counts.sum() == Store(folder / "work" / "log").index.rows == 230 * 12
+    assert bundle.manifest.num_items == NUM_ITEMS + 5
+    earlier = open_bundle(folder / "registry" / str(first.bundle))
+    assert bundle.items.ids[:NUM_ITEMS] == earlier.items.ids
+    assert bundle.manifest.lineage == earlier.manifest.lineage
+    assert bundle.manifest.training["ingest"] == 2
+    names = {question.name for question in second.questions}
+    assert {"NDCG@10", "NDCG@10 of the current model", "stated over realised hits"} <= names
+
+
+def test_a_night_without_events_publishes_nothing(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+    folder, _, second = two_nights
+
+    third = run(folder)
+
+    assert (third.outcome, job.EXIT_STATUS[third.outcome]) == ("nothing new", 4)
+    assert sorted(third.repeated_files) == ["monday.csv", "tuesday.csv"]
+    assert registries.read_index(folder / "registry").current == second.bundle  # type: ignore[union-attr]
+
+
+def test_shuffled_events_are_refused_and_named(two_nights: tuple[Path, job.Run, job.Run], tmp_path: Path) -> None:
+    folder, _, second = two_nights
+    walks(folder / "in", "wednesday.csv", 40, 80, NUM_ITEMS + 5, seed=3, shuffled=True)
+
+    refused = run(folder)
+
+    assert (refused.outcome, job.EXIT_STATUS[refused.outcome]) == ("refused", 3)
+    assert "NDCG@10 of the current model" in refused.reason
+    assert registries.read_index(folder / "registry").current == second.bundle  # type: ignore[union-attr]
+
+
+def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    with (tmp_path / "work" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(JobLocked, match="another run of the job is under way"):
+            run(tmp_path)
+
+
+def test_a_dry_run_publishes_nothing_and_keeps_the_events(tmp_path: Path) -> None:
+    walks(tmp_path / "in", "monday.csv", 0, 100, NUM_ITEMS, seed=1)
+
+    tried = run(tmp_path, dry_run=True)
+
+    assert tried.outcome == "would publish"
+    assert registries.read_index(tmp_path / "registry") is None
+    assert Store(tmp_path / "work" / "log").index.rows == 1200
