@@ -68,7 +68,7 @@ def publish_random(folder: Path, num_items: int, **settings: Any) -> Path:
 
     def fill(staging: Path) -> None:
         exported = export_graphs(model, staging, calibration.temperature)
-        manifest["custom_ops"] = exported.custom_ops
+        manifest.update(custom_ops=exported.custom_ops, parity_tolerance=exported.tolerance)
         ids = [item_id(number) for number in range(num_items)]
         items_frame(ids, counts.numpy(), [None] * num_items).write_parquet(staging / "items.parquet")
         (staging / "calibration.json").write_text(calibration.model_dump_json())

@@ -35,7 +35,8 @@ from model.config import FIRST_ITEM, ModelConfig
 
 FORMAT_VERSION = 5
 PARITY_TOLERANCE = 1e-5
-"""|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold")."""
+"""|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold"); more for a model whose
+own rounding is more, see `Manifest.parity_tolerance`."""
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 ENCODER, STEP, RANKER, EXPLAINER = GRAPHS = "encoder", "step", "ranker", "explainer"
@@ -179,6 +180,8 @@ class Manifest(Strict):
     model: ModelConfig
     num_items: int
     event: Event
+    parity_tolerance: Annotated[float, Field(ge=PARITY_TOLERANCE)]
+    """Of the golden cases: how far an execution may be from torch's (`model.onnx.export.parity_tolerance`)."""
     custom_ops: dict[str, tuple[str, ...]]
     """Graph → names of its nodes in the ONNX domain `bft`; every graph of the bundle is named."""
     data: dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from model.bundle import PARITY_TOLERANCE, BundleError, open_bundle
+from model.bundle import BundleError, open_bundle
 from model.registry import resolve
 from service.engine import Engine
 from service.errors import StartError
@@ -131,8 +131,8 @@ def check_bundle(settings: Settings) -> dict[str, Any]:
         "version": opened.manifest.version,
         "provider": engine.provider,
         "max_error": error,
-        "tolerance": PARITY_TOLERANCE,
-        "ok": error <= PARITY_TOLERANCE,
+        "tolerance": opened.manifest.parity_tolerance,
+        "ok": error <= opened.manifest.parity_tolerance,
         "custom_ops": {graph: list(ops) for graph, ops in opened.manifest.custom_ops.items()},
     }
 

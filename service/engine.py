@@ -323,7 +323,7 @@ class Engine:
         return self.run_rows(graph, [row])[0]
 
     def parity_error(self) -> float:
-        """Largest error of the golden cases as a multiple of (1 + |expected|); see PARITY_TOLERANCE.
+        """Largest error of the golden cases as a multiple of (1 + |expected|); see `Manifest.parity_tolerance`.
 
         Raises:
             BundleError: there are no golden cases, or one does not fit its graph.

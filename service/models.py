@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from model.bundle import ENCODER, MANIFEST, PARITY_TOLERANCE, Bundle, BundleError, open_bundle
+from model.bundle import ENCODER, MANIFEST, Bundle, BundleError, open_bundle
 from model.config import BOS
 from model.registry import RegistryIndex, read_index
 from service.context import RequestContext
@@ -116,11 +116,11 @@ def load(
     engine = Engine(bundle, settings, metrics)
     try:
         go_on()
-        error = engine.parity_error()
-        if not error <= PARITY_TOLERANCE:
+        error, tolerance = engine.parity_error(), bundle.manifest.parity_tolerance
+        if not error <= tolerance:
             raise BundleError(
                 f"{bundle.folder}: golden.npz is missed by {error:.2g} on {engine.provider} "
-                f"(allowed {PARITY_TOLERANCE:g}); use another provider, or export the bundle again"
+                f"(allowed {tolerance:.2g}); use another provider, or export the bundle again"
             )
         go_on()
         engine.warm()

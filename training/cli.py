@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -326,6 +326,63 @@ def report(
     _print(result if as_json else text, as_json)
     if failed or difference:
         raise typer.Exit(1)
+
+
+@app.command()
+def retrain(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="e.g. retrain.judged_events=5000 training.epochs=20"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML configuration file.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="A folder of event files, each of which is read once; same as data.path=…")
+    ] = None,
+    outbox: Annotated[
+        str | None,
+        typer.Option(
+            envvar="BFT_REDIS_URL",
+            help="The service's Redis, whose events are taken over; better told by BFT_REDIS_URL.",
+        ),
+    ] = None,
+    cluster: Annotated[bool, typer.Option(envvar="BFT_REDIS_CLUSTER", help="That Redis is a cluster.")] = False,
+    work: Annotated[Path, typer.Option(help="Folder of the job's log, unfinished runs and reports.")] = Path(
+        "runs/retrain"
+    ),
+    registry: Annotated[Path, typer.Option(help="The registry that the service reads.")] = Path("runs/latest/registry"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Publish nothing. Events are taken in all the same.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take in new events, train on them, judge the new model beside the current one, and publish it if it holds.
+
+    Made for cron: it may be killed at any moment, and the next run finishes what it began. Exit status: 0 published, 3
+    refused or undecided, 4 nothing new, 5 another run is under way, 2 an error.
+    """
+    with _errors_as_messages():
+        from training.retrain import job, report
+        from training.retrain.config import JobConfig
+        from training.retrain.sources import Outbox
+
+        named = [f"data.path={_as_yaml(data)}"] if data else []
+        job_config = load_config(config, [*named, *(overrides or [])], JobConfig)
+        if job_config.data is None and outbox is None:
+            raise ConfigError(
+                "no source of events: give --data FOLDER, or the service's Redis as BFT_REDIS_URL, or both"
+            )
+        with ExitStack() as stack:
+            streams = stack.enter_context(Outbox(outbox, cluster)) if outbox else None
+            progress = stack.enter_context(reporter())
+            try:
+                run = job.retrain(job_config, work, registry, streams, progress, sys.argv, dry_run)
+            except job.JobLocked as error:
+                _complain([str(error)])
+                raise typer.Exit(5) from None
+        path = report.keep(run, work)
+    shown = {**report.to_json(run), "report": str(path)}
+    _print(shown if as_json else f"{run.outcome}: {run.reason or run.bundle}\n{path}", as_json)
+    raise typer.Exit(job.EXIT_STATUS[run.outcome])
 
 
 @data_app.command()

@@ -315,18 +315,18 @@ def write(
     """
     calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
     catalog = prepared.catalog
-    custom_ops: dict[str, tuple[str, ...]] = {}
+    manifest: dict[str, Any] = {}
 
     def fill(staging: Path) -> None:
         exported = export_graphs(model, staging, calibration.temperature)
-        custom_ops.update(exported.custom_ops)
+        manifest.update(custom_ops=exported.custom_ops, parity_tolerance=exported.tolerance)
         frame = items_frame(catalog.item_ids.to_list(), catalog.training_counts, catalog.titles.to_list())
         frame.write_parquet(staging / "items.parquet")
         (staging / "calibration.json").write_text(calibration.model_dump_json(indent=2) + "\n")
         golden: dict[str, Any] = dict(golden_arrays(exported.golden))
         np.savez(staging / "golden.npz", **golden)
 
-    manifest = {
+    manifest |= {
         "name": record["name"],
         "lineage": catalog.lineage,
         "calibrated_by": calibrated_by,
@@ -334,7 +334,6 @@ def write(
         "model": model.config,
         "num_items": len(catalog),
         "event": prepared.event,
-        "custom_ops": custom_ops,
         "data": record["data"],
         "metrics": record["test"],
         "training": {key: record[key] for key in TRAINING if key in record},

@@ -69,6 +69,8 @@ def fields(**changes: Any) -> dict[str, Any]:
         "num_items": len(ITEM_IDS),
         "event": "next_new_item",
         "custom_ops": GRAPHS,
+        "parity_tolerance": 1e-5,
+        "calibrated_by": None,
         "data": {"events": 14},
         "metrics": {"ndcg@10": 0.05, "interval": [0.04, 0.06]},
         "training": {"command": ["bft-train", "fit"]},

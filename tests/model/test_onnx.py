@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from model.backbone import Backbone
 from model.bundle import PARITY_TOLERANCE, WEIGHTS, GoldenCase
 from model.config import BOS, FIRST_ITEM, PAD
 from model.filtering import Gaussian
@@ -737,6 +738,30 @@ def test_golden_cases_cover_three_lengths_by_three_batch_sizes_of_every_graph(ex
     assert {int(length) for inputs in steps for length in inputs["past_length"]} >= {0, 1, 3}
     assert any((inputs["past_length"] < inputs["past_timestamps"].shape[1]).any() for inputs in steps)
     assert exported.said.max_error == check_parity(exported.folder, cases) <= PARITY_TOLERANCE
+
+
+def magnifying(scale: float) -> Backbone:
+    """A model whose weights are so many times as large."""
+    config = small_config(num_layers=2, shrinkage_dof=2.5)
+    model = perturbed_model(config, COUNTS, seed=1).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(scale)
+    return model
+
+
+def test_a_model_that_magnifies_rounding_is_allowed_for_as_much(on: Exported, tmp_path: Path) -> None:
+    assert on.said.tolerance == PARITY_TOLERANCE
+
+    said = export_graphs(magnifying(10), tmp_path, TEMPERATURE)
+
+    assert PARITY_TOLERANCE < said.max_error <= said.tolerance < 1e-2
+
+
+def test_a_model_whose_states_are_rounding_is_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"in float32 are off by .*rounding alone.*lower training\.learning_rate"):
+        export_graphs(magnifying(300), tmp_path, TEMPERATURE)
 
 
 def wrong(case: GoldenCase, name: str) -> GoldenCase:

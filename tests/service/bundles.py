@@ -98,7 +98,7 @@ def publish(model: Backbone, folder: Path) -> None:
         items_frame(ITEM_IDS, COUNTS.numpy(), [None] * NUM_ITEMS).write_parquet(staging / "items.parquet")
         (staging / "calibration.json").write_text(calibration.model_dump_json())
         np.savez(staging / "golden.npz", **golden_arrays(exported[0].golden))
-        manifest["custom_ops"] = exported[0].custom_ops
+        manifest.update(custom_ops=exported[0].custom_ops, parity_tolerance=exported[0].tolerance)
 
     manifest: dict[str, Any] = {
         "name": "tiny",

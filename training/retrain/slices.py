@@ -28,7 +28,7 @@ from training.streaming import Shards, write_shard
 SHARD_EVENTS = 2**20
 """Buckets are put together to shards of about so many events: what is in memory at a time."""
 MAX_VALIDATION_USERS = 2_000
-MAX_VALIDATION_SHARE = 0.1
+MAX_VALIDATION_SHARE = 0.5
 """Of the users, at most so many give their last earlier event to validation."""
 MAX_JUDGED_USERS = 20_000
 MAX_TARGETS = 10

@@ -1,28 +1,32 @@
 """The job as a whole: a first model, a better one the next night, and nothing published that should not be."""
 
 import fcntl
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from model import registry as registries
 from model.bundle import open_bundle
 from tests.training.test_pipeline import Recorder
+from training.cli import app
 from training.config import load_config
 from training.retrain import job
 from training.retrain.config import JobConfig
 from training.retrain.job import JobLocked, retrain
+from training.retrain.report import to_json, to_markdown
 from training.retrain.store import Store
 
 NUM_ITEMS = 30
 DAY_S = 86_400.0
 NOW = 400 * DAY_S
 SMALL = [
-    "model={width: 16, num_layers: 1, num_heads: 1, ffn_width: 32, max_len: 8, dropout: 0.1}",
-    "training={epochs: 8, batch_size: 64, learning_rate: 2e-2, schedule: linear, patience: 8}",
-    "retrain={judged_events: 300, limits: {min_events: 200}}",
+    "model={width: 16, num_layers: 1, ffn_width: 32, max_len: 8, dropout: 0.1}",
+    "training={epochs: 8, batch_size: 64, learning_rate: 1e-2, schedule: linear, patience: 8}",
+    "retrain={judged_events: 600, limits: {min_events: 200}}",
 ]
 
 
@@ -34,7 +38,7 @@ def walks(folder: Path, name: str, begin_day: float, num_users: int, num_items: 
         item = int(generator.integers(num_items))
         for step in range(12):
             shown = int(generator.integers(num_items)) if shuffled else item
-            rows.append(f"user {seed}-{user},item {shown},{(begin_day + 10 * generator.random()) * DAY_S + step}")
+            rows.append(f"user {user},item {shown},{(begin_day + 10 * generator.random()) * DAY_S + step}")
             jump = generator.random() < 0.1
             item = int(generator.integers(num_items)) if jump else (item + 1) % num_items
     folder.mkdir(exist_ok=True)
@@ -59,9 +63,9 @@ def run(folder: Path, *overrides: str, **rest: Any) -> job.Run:
 @pytest.fixture(scope="module")
 def two_nights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, job.Run, job.Run]:
     folder = tmp_path_factory.mktemp("nights")
-    walks(folder / "in", "monday.csv", 0, 150, NUM_ITEMS, seed=1)
+    walks(folder / "in", "monday.csv", 0, 400, NUM_ITEMS, seed=1)
     first = run(folder)
-    walks(folder / "in", "tuesday.csv", 20, 80, NUM_ITEMS + 5, seed=2)
+    walks(folder / "in", "tuesday.csv", 20, 250, NUM_ITEMS + 5, seed=2)
     return folder, first, run(folder)
 
 
@@ -77,10 +81,10 @@ def test_the_first_night_publishes_a_model_that_beats_popularity(two_nights: tup
 def test_the_next_night_publishes_a_model_that_learned_everything(two_nights: tuple[Path, job.Run, job.Run]) -> None:
     folder, first, second = two_nights
 
-    assert (second.outcome, second.current) == ("published", first.bundle)
+    assert (second.outcome, second.current) == ("published", first.bundle), second.reason
     assert second.training["start"] == "warm"
     bundle = open_bundle(folder / "registry" / str(second.bundle))
-    assert bundle.items.training_counts.sum() == Store(folder / "work" / "log").index.rows == 230 * 12
+    assert bundle.items.training_counts.sum() == Store(folder / "work" / "log").index.rows == 650 * 12
     assert bundle.manifest.num_items == NUM_ITEMS + 5
     earlier = open_bundle(folder / "registry" / str(first.bundle))
     assert bundle.items.ids[:NUM_ITEMS] == earlier.items.ids
@@ -102,7 +106,7 @@ def test_a_night_without_events_publishes_nothing(two_nights: tuple[Path, job.Ru
 
 def test_shuffled_events_are_refused_and_named(two_nights: tuple[Path, job.Run, job.Run], tmp_path: Path) -> None:
     folder, _, second = two_nights
-    walks(folder / "in", "wednesday.csv", 40, 80, NUM_ITEMS + 5, seed=3, shuffled=True)
+    walks(folder / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3, shuffled=True)
 
     refused = run(folder)
 
@@ -127,3 +131,38 @@ def test_a_dry_run_publishes_nothing_and_keeps_the_events(tmp_path: Path) -> Non
     assert tried.outcome == "would publish"
     assert registries.read_index(tmp_path / "registry") is None
     assert Store(tmp_path / "work" / "log").index.rows == 1200
+
+
+def test_the_command_ends_with_the_status_of_the_outcome_and_a_report(
+    two_nights: tuple[Path, job.Run, job.Run], tmp_path: Path
+) -> None:
+    walks(tmp_path / "in", "monday.csv", 0, 10, NUM_ITEMS, seed=1)
+    folders = ["--data", str(tmp_path / "in"), "--work", str(tmp_path / "work"), "--registry", str(tmp_path / "models")]
+
+    result = CliRunner().invoke(app, ["retrain", *folders, "--json"])
+
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["outcome"], told["exit_status"]) == (4, "nothing new", 4)
+    assert told["window"]["events"] == 120
+    page = Path(told["report"]).read_text()
+    assert page.startswith("# Retraining, ")
+    assert "120 new events; at least 500 are waited for" in page
+    assert "| 1 | 120 | 120 | 0 | 0 | 0 |" in page
+
+
+def test_the_command_wants_a_source(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["retrain", "--work", str(tmp_path)])
+
+    assert result.exit_code == 2
+    assert "no source of events: give --data FOLDER" in result.stderr
+
+
+def test_a_report_tells_what_was_found_judged_and_done(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+    _, first, second = two_nights
+
+    page = to_markdown(second)
+
+    assert f"Bundle `{second.bundle}` is current; before it was `{first.bundle}`." in page
+    assert "| NDCG@10 of the current model |" in page
+    assert f"| candidate | {second.judged['candidate']['ndcg@10']:.4f} |" in page
+    assert json.loads(json.dumps(to_json(second)))["bundle"] == second.bundle
