@@ -56,6 +56,7 @@ def publish_random(folder: Path, num_items: int, **settings: Any) -> Path:
     manifest: dict[str, Any] = {
         "name": f"random-{model.config.backbone}",
         "lineage": f"random-{num_items}",
+        "calibrated_by": None,
         "created_at": datetime.now(UTC),
         "model": model.config,
         "num_items": num_items,

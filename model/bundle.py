@@ -173,7 +173,7 @@ class Manifest(Strict):
     """Content hash of the bundle, also its folder's name."""
     lineage: str
     """Catalogue lineage: item numbers mean the same in every bundle of one lineage."""
-    calibrated_by: str | None = None
+    calibrated_by: str | None
     """Version of the bundle that the calibration was fitted by, on events that this one has learned since; it lies
     beside this one. None: by this one."""
     created_at: Annotated[datetime, BeforeValidator(_parse_time)]

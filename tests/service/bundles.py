@@ -103,6 +103,7 @@ def publish(model: Backbone, folder: Path) -> None:
     manifest: dict[str, Any] = {
         "name": "tiny",
         "lineage": "tiny-catalogue",
+        "calibrated_by": None,
         "created_at": datetime.now(UTC),
         "model": model.config,
         "num_items": NUM_ITEMS,
