@@ -45,9 +45,7 @@ def judge_bundle(
         DataError: the log cannot be read, or is none that the bundle was trained on.
     """
     begun = time.monotonic()
-    for other in (*ensemble, *([] if plain is None else [plain])):
-        if _catalogue(other) != _catalogue(bundle):
-            raise BundleError(f"{other.folder}: knows other items than {bundle.folder}; train both on one log")
+    require_one_catalogue(bundle, [*ensemble, *([] if plain is None else [plain])])
     report.stage(f"reading {data.path}")
     prepared = prepare_for(bundle, data)
     model = load_model(bundle)
@@ -83,6 +81,17 @@ def judge_bundle(
         seconds=round(time.monotonic() - begun, 1),
         **parts,
     )
+
+
+def require_one_catalogue(bundle: Bundle, others: Sequence[Bundle]) -> None:
+    """That bundles number the same items alike.
+
+    Raises:
+        BundleError: one of the others is of another catalogue.
+    """
+    for other in others:
+        if _catalogue(other) != _catalogue(bundle):
+            raise BundleError(f"{other.folder}: knows other items than {bundle.folder}; train both on one log")
 
 
 def _catalogue(bundle: Bundle) -> tuple[str, int]:
