@@ -28,7 +28,7 @@ from training.splits import Targets
 Signal = Literal["constant", "events", "precision"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 """What the weight follows: nothing, log(1 + events), the log of the state's mean precision."""
-WEIGHTS = np.linspace(0, 1, 41)
+WEIGHTS = np.linspace(0, 1, 21)
 """At which the likelihood is worked out; between them it is taken for a straight line."""
 LIMIT = 20.0
 """Of both parameters, of a signal scaled to mean 0 and deviation 1: σ(±20) is 0 or 1."""
@@ -64,8 +64,9 @@ class Curves:
         for scored in scored_users:
             rows = targets.target[scored.users] - FIRST_ITEM
             found.mean_precision[scored.users] = scored.mean_precision
+            pool = _Pool.of(scored, popularity_N, temperature)
             for column, weight in enumerate(WEIGHTS.tolist()):
-                key_BN = _pool(scored, popularity_N, temperature, torch.tensor(weight))
+                key_BN = pool.at(torch.tensor(weight))
                 own_B = key_BN.gather(1, torch.from_numpy(rows)[:, None])[:, 0]
                 found.rank[scored.users, column] = metrics.target_ranks(key_BN.numpy(), rows)
                 found.log_likelihood[scored.users, column] = (own_B - key_BN.logsumexp(-1)).numpy()
@@ -162,13 +163,25 @@ def pooled(
     """
     for scored in scored_users:
         weight_B1 = torch.from_numpy(weight_U[scored.users].astype(np.float32))[:, None]
-        yield replace(scored, order_key=_pool(scored, popularity_N, temperature, weight_B1))
+        yield replace(scored, order_key=_Pool.of(scored, popularity_N, temperature).at(weight_B1))
 
 
-def _pool(scored: ScoredUsers, popularity_N: Tensor, temperature: float, weight: Tensor) -> Tensor:
-    key_BN = (1 - weight) * (scored.logit / temperature).log_softmax(-1) + weight * popularity_N
-    # At w = 1 what is ruled out would be 0·(−inf).
-    return key_BN.masked_fill(scored.logit.isneginf(), -torch.inf)
+@dataclass(frozen=True)
+class _Pool:
+    """What is mixed, (B,N), and what the event rules out."""
+
+    model: Tensor
+    popularity: Tensor
+    ruled_out: Tensor
+
+    @classmethod
+    def of(cls, scored: ScoredUsers, popularity_N: Tensor, temperature: float) -> "_Pool":
+        model_BN = (scored.logit / temperature).log_softmax(-1)
+        return cls(model_BN, popularity_N.expand_as(model_BN), scored.logit.isneginf())
+
+    def at(self, weight: Tensor) -> Tensor:
+        """(1 − w)·log p + w·log q, for one weight or (B,1); −inf at what is ruled out."""
+        return torch.lerp(self.model, self.popularity, weight).masked_fill_(self.ruled_out, -torch.inf)
 
 
 def _signal(signal: Signal, num_events: np.ndarray, mean_precision: np.ndarray) -> np.ndarray:
