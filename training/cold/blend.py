@@ -5,7 +5,8 @@ Logarithmic pooling (Genest & Zidek 1986): the order of the items is that of
     (1 − w)·log p_i + w·log q_i          w = σ(intercept + slope·x)
 
 p_i the model's probability, q_i the item's share of the training uses, x one signal of the user. An order alone: what
-is believed of an item stays the model's.
+is believed of an item stays the model's. What is the same for all items of a user changes no order, so it is that of
+logit_i/T + w/(1 − w)·log(1 + n_i), too.
 
 B users of a batch · Q questions to users · G weights tried · N catalogue items
 """

@@ -45,24 +45,22 @@ def answers(record: ColdRecord) -> list[str]:
     before_any = _by_system(record.questions[0])
     gain = before_any[POPULARITY].hr_gain
     verdict = "better than" if gain.low > 0 else "worse than" if gain.high < 0 else "not told apart from"
-    said = [
+    chosen = (
+        "no blend with popularity was better on the validation half, or not with certainty"
+        if record.default == MODEL
+        else "on the validation half it was better than the model, with an interval above 0"
+    )
+    off = [
+        f"too {'high' if overstated.low > 0 else 'low'} for n = {question.num_events}"
+        for question in record.questions
+        if (overstated := _by_system(question)[MODEL].overstated).low > 0 or overstated.high < 0
+    ]
+    return [
         f"Before any event the model's list is {verdict} the popular one: HR@10 {_shown(before_any[MODEL].hr)} against"
         f" {_shown(before_any[POPULARITY].hr)}, a difference of {_shown(gain, 'signed')}.",
-        f"Default for cold users: {record.default}. "
-        + (
-            "No blend with popularity was better than the model on the validation half with certainty."
-            if record.default == MODEL
-            else "On the validation half it was better than the model, users resampled."
-        ),
+        f"Default for cold users: {record.default}; {chosen}.",
+        f"The model's list confidence, against the rate of hits, is {', '.join(off) or 'not shown to be off'}.",
     ]
-    off = [
-        f"{question.num_events}"
-        for question in record.questions
-        if (figures := _by_system(question)[MODEL].overstated).low > 0 or figures.high < 0
-    ]
-    told = f"is off for n = {', '.join(off)}" if off else "agrees with the hits for every n"
-    said.append(f"The model's list confidence {told} (its mean less the rate of hits; zero outside the interval).")
-    return said
 
 
 def tables(record: ColdRecord) -> list[Table]:
