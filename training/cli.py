@@ -251,6 +251,41 @@ def calibrate(
 
 
 @app.command()
+def cold(
+    bundle: Annotated[Path, typer.Option(help="The bundle, trained with split=users: a folder or a registry.")],
+    data: Annotated[Path, typer.Option(help="The log that it was trained on, or the name of a data set.")],
+    plain: Annotated[
+        Path | None, typer.Option(help="A bundle without filtering, trained on the same log, to compare with.")
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="Where the record goes. Default: OUT/cold-DATA.json.")] = None,
+    out: Annotated[Path, typer.Option("--report", help="Folder for cold.md and its figure.")] = Path("runs/cold"),
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=HOW_TO_READ)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How good a bundle's answers are to users it never saw, before their first event and after 1, 2, 3 and 5.
+
+    Beside popularity, blends of the two, and a plain model. Writes a report with tables and a figure, and the record
+    from which they are made.
+    """
+    with _errors_as_messages():
+        opened = open_bundle(registries.resolve(bundle))
+        other = open_bundle(registries.resolve(plain)) if plain else None
+        log = _data_config(opened, data, overrides)
+        from training.cold.bundles import judge_bundle
+        from training.cold.records import record_path
+        from training.cold.report import write_report
+        from training.study.records import write
+
+        with reporter() as progress:
+            found = judge_bundle(opened, log, data.stem, other, progress)
+            files = write_report(found, out)
+            kept = record or record_path(out, found.dataset)
+            write(kept, found)
+    result = {"record": str(kept), "files": [str(path) for path in files], **found.model_dump(mode="json")}
+    _print(result if as_json else f"{files[0]}", as_json)
+
+
+@app.command()
 def report(
     records: Annotated[
         Path | None,

@@ -28,17 +28,24 @@ LIST_LENGTH = 10
 @dataclass(frozen=True)
 class ScoredUsers:
     """Everything a model says of some users: `users` (B,) row numbers, `logit` and `variance` (B,N),
-    the logit −inf where the event cannot be that item; `mean_precision` (B,) of the final state."""
+    the logit −inf where the event cannot be that item; `mean_precision` (B,) of the final state; `order_key` (B,N),
+    what ranks and lists go by, −inf at the same items. None: the logit."""
 
     users: np.ndarray
     logit: torch.Tensor
     variance: torch.Tensor
     mean_precision: np.ndarray
+    order_key: torch.Tensor | None = None
+
+    @property
+    def key(self) -> torch.Tensor:
+        """What ranks and lists go by, (B,N)."""
+        return self.logit if self.order_key is None else self.order_key
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says before each user's target event.
+    """What a model says before each user's target event. Rank and list go by `ScoredUsers.key`, all else by the logit.
 
     Per user (U,): `rank` of the target, `log_probability` of the target in nats, `entropy` over the catalogue
     in nats, `mean_precision`, `num_events`. Per listed item (U,K), best first: `items`, item numbers;
@@ -180,7 +187,7 @@ def seen_rows(histories: Histories, user: int) -> np.ndarray:
 def ranks(scored_users: Iterable[ScoredUsers], targets: Targets, world: World = ALONE) -> np.ndarray:
     """Rank of each user's target, (U,); of all users, where the processes scored a share each."""
     mine = [
-        (scored.users, metrics.target_ranks(scored.logit.numpy(), targets.target[scored.users] - FIRST_ITEM))
+        (scored.users, metrics.target_ranks(scored.key.numpy(), targets.target[scored.users] - FIRST_ITEM))
         for scored in scored_users
     ]
     result = np.empty(len(targets))
@@ -277,16 +284,16 @@ def _predict_chunk(scored: ScoredUsers, targets: Targets, temperature: float, k:
     log_probability = (scored.logit / temperature).log_softmax(-1)
     probability = log_probability.exp()
     entropy = -torch.where(probability > 0, probability * log_probability, 0).sum(-1)
-    top = log_probability.topk(k)
+    listed = scored.key.topk(k).indices
     return {
-        "rank": metrics.target_ranks(scored.logit.numpy(), target_rows),
+        "rank": metrics.target_ranks(scored.key.numpy(), target_rows),
         "log_probability": np.take_along_axis(log_probability.numpy(), target_rows[:, None], 1)[:, 0],
         "entropy": entropy.numpy(),
         "mean_precision": scored.mean_precision,
-        "items": top.indices.numpy() + FIRST_ITEM,
-        "list_log_probability": top.values.numpy(),
-        "list_variance": scored.variance.gather(1, top.indices).numpy(),
-        "hit": top.indices.numpy() == target_rows[:, None],
+        "items": listed.numpy() + FIRST_ITEM,
+        "list_log_probability": log_probability.gather(1, listed).numpy(),
+        "list_variance": scored.variance.gather(1, listed).numpy(),
+        "hit": listed.numpy() == target_rows[:, None],
     }
 
 

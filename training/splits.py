@@ -151,6 +151,25 @@ class Targets:
         """Those of some users, (V,) rows, in the order wanted."""
         return Targets(self.history.of_users(users), self.target[users])
 
+    def after(self, num_events: int) -> tuple[np.ndarray, "Targets"]:
+        """What was to be told when these users had had so few events: which one is the next?
+
+        Events of weight 0 are not counted, but stay in the histories, those right before the target too.
+
+        Args:
+            num_events: ≥ 0, events of positive weight in each history.
+
+        Returns:
+            rows (V,) of the users who have a next event on a known item, up to their target; and theirs.
+        """
+        counted = np.append(np.flatnonzero(self.history.weights > 0), self.history.num_events)
+        bounds = np.searchsorted(counted, self.history.offsets)
+        longer = np.diff(bounds) > num_events
+        place = np.where(longer, counted[np.where(longer, bounds[:-1] + num_events, 0)], self.history.offsets[1:])
+        target = np.where(longer, np.append(self.history.items, UNK)[place], self.target)
+        users = np.flatnonzero((np.diff(bounds) >= num_events) & (target != UNK))
+        return users, Targets(self.history.prefixes(users, place[users]), target[users])
+
 
 Train = TypeVar("Train", bound=TrainingHistories)
 

@@ -170,6 +170,28 @@ def test_ranks_are_those_of_the_predictions() -> None:
     assert ranks.tolist() == predicted.rank.tolist()
 
 
+def test_rank_and_list_go_by_the_key_and_what_is_believed_by_the_logit() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logit, key = torch.randn(3, NUM_ITEMS, generator=generator), torch.randn(3, NUM_ITEMS, generator=generator)
+    scored = ScoredUsers(np.arange(3), logit, logit.square(), np.ones(3), order_key=key)
+    wanted = targets_of([[4], [5], [6]], [7, 8, 9])
+
+    predictions = evaluate.predict([scored], wanted, 2.0, 4)
+
+    order = np.argsort(-key.numpy(), axis=1)
+    probability = np.exp(logit.numpy() / 2) / np.exp(logit.numpy() / 2).sum(1, keepdims=True)
+    ranks = [order[user].tolist().index(target - FIRST_ITEM) + 1 for user, target in enumerate(wanted.target)]
+    assert predictions.rank.tolist() == evaluate.ranks([scored], wanted).tolist() == ranks
+    assert (predictions.items == order[:, :4] + FIRST_ITEM).all()
+    assert (predictions.hit == (predictions.items == wanted.target[:, None])).all()
+    listed = np.take_along_axis(probability, order[:, :4], 1)
+    assert_close(predictions.list_log_probability, np.log(listed), FLOAT32_TOL)
+    assert_close(predictions.list_variance, np.take_along_axis(logit.square().numpy(), order[:, :4], 1), FLOAT32_TOL)
+    assert_close(predictions.entropy, -(probability * np.log(probability)).sum(1), FLOAT32_TOL)
+    own = probability[np.arange(3), wanted.target - FIRST_ITEM]
+    assert_close(predictions.log_probability, np.log(own), FLOAT32_TOL)
+
+
 def test_ties_share_the_middle_place() -> None:
     logit = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     scored = ScoredUsers(np.array([0]), logit, torch.ones(1, 5), np.ones(1))

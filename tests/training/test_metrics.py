@@ -156,6 +156,16 @@ def test_bootstrap_interval_is_the_normal_one_for_many_users() -> None:
     assert high == pytest.approx(values.mean() + half, abs=0.12 * half)
 
 
+def test_resamples_are_the_same_users_however_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(4).random(70)
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, 70).mean() for _ in range(metrics.RESAMPLES)]
+
+    for at_once in (1, 1000, 10**7):
+        monkeypatch.setattr(metrics, "DRAWN_AT_ONCE", at_once)
+        assert metrics.bootstrap_interval(values) == pytest.approx(np.quantile(means, [0.025, 0.975]), rel=1e-12)
+
+
 def test_bootstrap_interval_follows_seed_and_level() -> None:
     values = np.random.default_rng(5).normal(size=50)
     wide, narrow = (

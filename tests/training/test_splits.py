@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.config import FIRST_ITEM, UNK
+from tests.training.histories import histories_of
 from training.catalog import Catalog
 from training.events import EventLog, sort_events
 from training.splits import (
@@ -238,6 +239,35 @@ def test_counts_see_training_events_of_positive_weight_only(name: str, events: l
     counts = training_counts(split.train, len(catalog))
     assert counts.tolist() == list(expected.values())
     assert counts.dtype == np.int64
+
+
+ITEM = st.sampled_from([UNK, FIRST_ITEM, FIRST_ITEM + 1, FIRST_ITEM + 2])
+HISTORY = st.lists(st.tuples(ITEM, st.sampled_from([0.0, 0.5, 1.0])), max_size=8)
+
+
+@given(st.lists(st.tuples(HISTORY, ITEM.filter(lambda item: item != UNK)), min_size=1, max_size=5), st.integers(0, 5))
+def test_what_follows_the_first_events_equals_a_loop_over_users(
+    users: list[tuple[list[tuple[int, float]], int]], num_events: int
+) -> None:
+    histories = histories_of(
+        [[item for item, _ in history] for history, _ in users], [[weight for _, weight in hist] for hist, _ in users]
+    )
+    rows, found = Targets(histories, np.array([target for _, target in users])).after(num_events)
+
+    expected = []
+    for user, (history, target) in enumerate(users):
+        events = [*history, (target, 1.0)]
+        counted = [place for place, (_, weight) in enumerate(events) if weight > 0]
+        if len(counted) > num_events and events[counted[num_events]][0] != UNK:
+            place = counted[num_events]
+            expected.append((user, events[:place], events[place][0]))
+    bounds = zip(found.history.offsets, found.history.offsets[1:], strict=False)
+    pairs = [
+        list(zip(found.history.items[begin:end].tolist(), found.history.weights[begin:end].tolist(), strict=True))
+        for begin, end in bounds
+    ]
+    assert list(zip(rows.tolist(), pairs, found.target.tolist(), strict=True)) == expected
+    assert found.history.user_ids == [f"u{user}" for user, _, _ in expected]
 
 
 def test_the_summary_counts_users_and_events() -> None:

@@ -46,10 +46,9 @@ def judge_bundle(
         DataError: the log cannot be read, or is none that the bundle was trained on.
     """
     begun = time.monotonic()
-    others = (*ensemble, *([] if plain is None else [plain]))
+    others = [*ensemble, *([] if plain is None else [plain])]
+    require_one_catalogue(bundle, others)
     for other in others:
-        if _catalogue(other) != _catalogue(bundle):
-            raise BundleError(f"{other.folder}: knows other items than {bundle.folder}; train both on one log")
         if _refitted(other) != _refitted(bundle):
             raise BundleError(
                 f"{other.folder} and {bundle.folder}: one of them has learned the validation events, the other has not;"
@@ -118,6 +117,17 @@ def fitted_by(bundle: Bundle) -> Bundle:
 
 def _refitted(bundle: Bundle) -> bool:
     return bundle.manifest.calibrated_by is not None
+
+
+def require_one_catalogue(bundle: Bundle, others: Sequence[Bundle]) -> None:
+    """That bundles number the same items alike.
+
+    Raises:
+        BundleError: one of the others is of another catalogue.
+    """
+    for other in others:
+        if _catalogue(other) != _catalogue(bundle):
+            raise BundleError(f"{other.folder}: knows other items than {bundle.folder}; train both on one log")
 
 
 def _catalogue(bundle: Bundle) -> tuple[str, int]:

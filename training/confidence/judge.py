@@ -22,7 +22,6 @@ from training.evaluate import LIST_LENGTH, Predictions, ScoredUsers
 from training.pipeline import Prepared
 from training.splits import Histories
 from training.study import strata
-from training.study.layout import Estimate
 from training.study.runs import training_events
 
 NUM_BINS = 10
@@ -119,10 +118,10 @@ def likelihood(predictions: Predictions, prepared: Prepared) -> Likelihood:
     possible = np.isfinite(model) & np.isfinite(popularity)
     return Likelihood(
         users=int(possible.sum()),
-        model=_interval(mean_estimate(model[possible])),
-        popularity=_interval(mean_estimate(popularity[possible])),
+        model=Interval.of(mean_estimate(model[possible])),
+        popularity=Interval.of(mean_estimate(popularity[possible])),
         uniform=float(np.log(len(counts))),
-        popularity_minus_model=_interval(mean_estimate(popularity[possible] - model[possible])),
+        popularity_minus_model=Interval.of(mean_estimate(popularity[possible] - model[possible])),
     )
 
 
@@ -155,11 +154,11 @@ def item_confidence(
         places=len(confidence),
         mean_confidence=float(confidence.mean()),
         hit_rate=float(hit.mean()),
-        ece=_interval(resampled(ece, num_users)),
+        ece=Interval.of(resampled(ece, num_users)),
         ece_null=metrics.ece_null_interval(np.where(chosen, confidence_UK, 0.0), NUM_BINS)
         if chosen_UK is None
         else _null_of_places(confidence, bins),
-        brier_skill=_interval(resampled(skill, num_users)) if hit.any() else None,
+        brier_skill=Interval.of(resampled(skill, num_users)) if hit.any() else None,
     )
 
 
@@ -183,12 +182,12 @@ def list_confidence(stated_U: np.ndarray, rank_U: np.ndarray) -> ListConfidence:
         users=len(hit),
         stated=float(stated_U.mean()),
         realised=float(hit.mean()),
-        slope=_interval(measures.slope(stated_U, hit)) if stated_U.std() > 0 else None,
+        slope=Interval.of(measures.slope(stated_U, hit)) if stated_U.std() > 0 else None,
         decile_stated=groups.stated,
         decile_realised=groups.realised,
         chi_square=groups.chi_square,
         p_value=groups.p_value,
-        aurc=_interval(resampled(lambda counts: ranked.aurc(1 - hit, counts), len(hit))),
+        aurc=Interval.of(resampled(lambda counts: ranked.aurc(1 - hit, counts), len(hit))),
         **{
             name: {f"{coverage:.0%}": ranked.surest(values, coverage) for coverage in COVERAGES}
             for name, values in quality.items()
@@ -294,16 +293,16 @@ def _comparison(
         def area(counts: np.ndarray) -> float:
             return ranked.aurc(1 - hit, counts) - best.aurc(1 - best_hit, counts)
 
-        area_difference = _interval(resampled(area, len(hit)))
+        area_difference = Interval.of(resampled(area, len(hit)))
         # The log-losses of two events do not compare: a list that is never hit is easily told.
         if kind != "system":
-            loss_difference = _interval(mean_estimate(loss - best_loss))
+            loss_difference = Interval.of(mean_estimate(loss - best_loss))
     return Comparison(
         name=name,
         kind=kind,
         hit_rate=float(hit.mean()),
-        aurc=_interval(resampled(lambda counts: ranked.aurc(1 - hit, counts), len(hit))),
-        log_loss=_interval(mean_estimate(loss)),
+        aurc=Interval.of(resampled(lambda counts: ranked.aurc(1 - hit, counts), len(hit))),
+        log_loss=Interval.of(mean_estimate(loss)),
         aurc_difference=area_difference,
         log_loss_difference=loss_difference,
         cost=cost,
@@ -328,7 +327,3 @@ def reliability_curve(confidence_UK: np.ndarray, hit_UK: np.ndarray, num_bins: i
         "stated": (np.bincount(bins, confidence, minlength=num_bins) / sizes).tolist(),
         "realised": (np.bincount(bins, hit, minlength=num_bins) / sizes).tolist(),
     }
-
-
-def _interval(estimate: Estimate) -> Interval:
-    return Interval(value=estimate.value, low=estimate.low, high=estimate.high)

@@ -5,22 +5,34 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from training.study.layout import Estimate
 
-class _Part(BaseModel):
+
+class Part(BaseModel):
     """Strict, and frozen once made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Interval(_Part):
+class Interval(Part):
     """A number and its 95 % interval, users resampled."""
 
     value: float
     low: float
     high: float
 
+    @classmethod
+    def of(cls, estimate: Estimate) -> "Interval":
+        """The same as a record keeps it."""
+        return cls(value=estimate.value, low=estimate.low, high=estimate.high)
 
-class Likelihood(_Part):
+    @property
+    def estimate(self) -> Estimate:
+        """The same as a table shows it."""
+        return Estimate(self.value, self.low, self.high)
+
+
+class Likelihood(Part):
     """Of the true next item, where the event allows it, in nats; lower is better."""
 
     users: int
@@ -30,7 +42,7 @@ class Likelihood(_Part):
     popularity_minus_model: Interval
 
 
-class ItemConfidence(_Part):
+class ItemConfidence(Part):
     """Of the places of lists: whether the confidence is the rate of hits."""
 
     places: int
@@ -43,7 +55,7 @@ class ItemConfidence(_Part):
     """Against the constant base rate; None where nothing was hit."""
 
 
-class ListConfidence(_Part):
+class ListConfidence(Part):
     """Of whole lists: whether the sum of the confidences is the rate of hits, and whom it picks out."""
 
     users: int
@@ -60,7 +72,7 @@ class ListConfidence(_Part):
     ndcg_at: dict[str, float]
 
 
-class Comparison(_Part):
+class Comparison(Part):
     """A confidence for the hit of a list, and what the compared one has over it."""
 
     name: str
@@ -76,7 +88,7 @@ class Comparison(_Part):
     """Seconds to score the test users, as a multiple of the served model's; None: nothing beside it."""
 
 
-class ConfidenceRecord(_Part):
+class ConfidenceRecord(Part):
     """How the confidences of one bundle did on the test users of one data set."""
 
     format: Literal[1] = 1

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from training.confidence.records import ConfidenceRecord, Interval, ItemConfidence, ListConfidence
 from training.figures import GREY, LAYER_COLOURS, save
 from training.files import write_whole
-from training.study.layout import Cell, Estimate, Row, Table
+from training.study.layout import Cell, Row, Table
 
 REPORT = "confidence.md"
 RELIABILITY, RISK = "reliability.png", "risk-coverage.png"
@@ -212,7 +212,7 @@ def _items(key: str, title: str, found: dict[str, ItemConfidence]) -> Table:
 
 
 def _estimate(interval: Interval | None) -> Cell:
-    return None if interval is None else Estimate(interval.value, interval.low, interval.high)
+    return None if interval is None else interval.estimate
 
 
 def _shown(interval: Interval) -> str:

@@ -1,0 +1,56 @@
+"""`bft-train cold` on the small bundle: its record, its report, and whom it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from model import registry
+from model.bundle import open_bundle
+from tests.training.conftest import TrainedRun, bft_train
+from training.cold.records import ColdRecord
+from training.cold.report import CURVE, REPORT, markdown
+from training.study.records import read
+
+
+@pytest.fixture
+def held_out(trained: TrainedRun, tmp_path: Path) -> Path:
+    """The small bundle, which says that it held users out. It did not; how good it is, is not asked here."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(registry.resolve(trained.registry), folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["data"]["split"] = "users"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_a_judgement_writes_a_record_and_the_report_that_follows_from_it(
+    held_out: Path, trained: TrainedRun, tmp_path: Path
+) -> None:
+    out, bundles = tmp_path / "report", ("--bundle", held_out, "--plain", held_out)
+
+    done = bft_train("cold", *bundles, "--data", trained.log, "--report", out, "--json")
+
+    assert done.returncode == 0, done.stderr
+    told, found = json.loads(done.stdout), read(out / "cold-log.json", ColdRecord)
+    version = open_bundle(held_out).manifest.version
+    assert [Path(path).name for path in told["files"]] == [REPORT, CURVE]
+    assert told["default"] == found.default
+    assert (out / REPORT).read_text() == markdown(found)
+    assert (out / CURVE).stat().st_size > 1000
+    assert found.models == {"model": version, "plain": version}
+    # Every user's first event has weight 0: it is none of the n, and no target.
+    assert found.questions[0].users == found.test_users
+    for question in found.questions:
+        (plain,) = (one for one in question.systems if one.system == "plain")
+        assert (plain.ndcg_gain.value, plain.ndcg_gain.low, plain.ndcg_gain.high) == (0, 0, 0)
+
+
+def test_a_bundle_that_knows_every_user_is_refused(trained: TrainedRun, tmp_path: Path) -> None:
+    done = bft_train("cold", "--bundle", trained.registry, "--data", trained.log, "--report", tmp_path / "report")
+
+    assert done.returncode == 2
+    assert "was trained with split leave_one_out" in done.stderr
+    assert "split=users" in done.stderr
+    assert not (tmp_path / "report").exists()
