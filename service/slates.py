@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,6 +125,16 @@ class Page(_Document):
     """Ids of the items that `min_confidence` kept out; later pages go on after them."""
 
 
+class Outcome(_Document):
+    """The event that settled a slate (service.md, "Drift")."""
+
+    item_id: str
+    rank: int | None
+    """The item's place in the pages that had been given out, from 1; None: it was in none."""
+    arrived_ms: int
+    """Since 1970."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slate:
     """What was asked, and the pages so far."""
@@ -210,8 +221,7 @@ class Slates:
         if parts is None:
             raise RecommendationNotFound("nothing is kept of this recommendation")
         try:
-            asked, *pages = parts
-            slate = Slate(Asked.model_validate_json(_unpack(asked)), tuple(map(_page, pages)))
+            slate = slate_of(parts)
         except (ValidationError, zlib.error) as error:
             # Not pydantic's message: it quotes the value.
             logger.warning("a stored slate cannot be read: %s", type(error).__name__)
@@ -230,13 +240,13 @@ class Slates:
             page = page.model_copy(update={"basis": None})
         return await self._store.append_page(slate.asked.recommendation_id, len(slate.pages), _pack(page))
 
-    async def settle(self, slate: Slate) -> bool:
-        """Note that it is known what followed a slate; False when it was known before, or the slate is gone.
+    async def settle(self, slate: Slate, outcome: Outcome) -> bool:
+        """Note what followed a slate; False when it was known before, or the slate is gone.
 
         Raises:
             StateError: the store cannot say. It may be noted.
         """
-        return await self._store.settle_slate(slate.asked.recommendation_id)
+        return await self._store.settle_slate(slate.asked.recommendation_id, _pack(outcome))
 
     async def finish_saves(self) -> None:
         """Return when no save is under way."""
@@ -252,5 +262,16 @@ def _unpack(packed: bytes) -> bytes:
     return zlib.decompress(packed)
 
 
-def _page(packed: bytes) -> Page:
-    return Page.model_validate_json(_unpack(packed))
+def slate_of(parts: Sequence[bytes]) -> Slate:
+    """A slate as the store has it: what was asked, then the pages.
+
+    Raises:
+        ValidationError, zlib.error: another version of the service kept it.
+    """
+    asked, *pages = map(_unpack, parts)
+    return Slate(Asked.model_validate_json(asked), tuple(map(Page.model_validate_json, pages)))
+
+
+def outcome_of(packed: bytes) -> Outcome:
+    """What followed a slate, as the store has it. Raises as `slate_of`."""
+    return Outcome.model_validate_json(_unpack(packed))
