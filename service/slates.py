@@ -21,6 +21,7 @@ from model.bundle import Event
 from service.background import Saves
 from service.errors import RecommendationNotFound
 from service.filtered import State
+from service.ranking import History
 from service.schemas import Policy
 from service.states.interface import Store, Subject
 from service.states.scripts import NUM_BUCKETS, bucket
@@ -70,7 +71,7 @@ class Told(_Document):
 class Asked(_Document):
     """What every page of a slate is made from. Exactly one of `subject` and `told` is given."""
 
-    layout: Literal[3] = 3
+    layout: Literal[4] = 4
     recommendation_id: str
     subject: Subject | None
     told: Told | None
@@ -82,22 +83,44 @@ class Asked(_Document):
     min_confidence: float | None
 
 
+class Events(_Document):
+    """The events K that a page's state is of, oldest first: those that the subject's record, or the request, had."""
+
+    count: int
+    """Of all events of the subject, those that were not there any more included."""
+    items: tuple[int, ...]
+    """(K,) numbers in the catalogue of the page's model."""
+    weights: bytes
+    """float32, little-endian, (K,)."""
+    timestamps: bytes
+    """float64, little-endian, (K,) seconds since 1970; NaN where an event has none."""
+
+
 class Basis(_Document):
     """What a page was ranked from. With the slate's policy and filters and the pages before, this makes the page again,
-    or what another seed or policy would have made of it (service.md, "Policies")."""
+    or what another seed, policy or model would have made of it (service.md, "Policies")."""
 
     mean: bytes
     """float32, little-endian, (D,)."""
     precision: bytes
     """float32, little-endian, (D,)."""
+    events: Events
     seen: tuple[int, ...]
     """Numbers, in the catalogue of the page's model, of the items that `exclude_seen` kept out."""
 
     @classmethod
-    def of(cls, state: State, seen: npt.NDArray[np.int64]) -> "Basis":
-        """The basis of a state, to the bit, and of the items that were kept out."""
-        mean, precision = (values.astype("<f4").tobytes() for values in (state.mean, state.precision))
-        return cls(mean=mean, precision=precision, seen=tuple(seen.tolist()))
+    def of(cls, state: State, history: History, seen: npt.NDArray[np.int64]) -> "Basis":
+        """The basis of a state and the history that it is of, to the bit, and of the items that were kept out."""
+        mean, precision, weights = (
+            values.astype("<f4").tobytes() for values in (state.mean, state.precision, history.weights)
+        )
+        events = Events(
+            count=history.count,
+            items=tuple(history.items.tolist()),
+            weights=weights,
+            timestamps=history.timestamps.astype("<f8").tobytes(),
+        )
+        return cls(mean=mean, precision=precision, events=events, seen=tuple(seen.tolist()))
 
     @property
     def state(self) -> State:

@@ -1,0 +1,260 @@
+"""Does exploring pay? Regret of the policies for new users and for new items, simulated on real ratings.
+
+    python benchmarks/exploration.py [--json] [--quick] [--data LOG] [--results FILE] [--figure FILE]
+
+Two models of one log. The first has read all of it and says what the simulated users like: each is a real user, drawn
+once from what that model knows of this one (its state, a Gaussian), and clicks by a multinomial logit. The second
+serves, through ONNX Runtime and the service's own ranking, and knows less:
+
+- new users: it has not read half of the users, and these come to it without a history;
+- new items: of half of the items it has read at most three events; the users are known to it.
+
+Every user is shown a list a round. A click joins the history, the next list knows it, and no item is listed after it
+was clicked. Regret of a round: the click rate of the list that the preferences say is best, less that of the list
+shown. The model is not trained again meanwhile. Intervals are over users, of one training of each model.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from _environment import environment
+from _report import note, parser_of
+from _simulated import Course, Preferences, Server, had_rows, simulate
+from matplotlib.figure import Figure
+
+from model.bundle import Bundle, open_bundle
+from model.config import FIRST_ITEM
+from model.filtering import Gaussian
+from model.weights import load_model
+from service.engine import Engine
+from service.ranking import NO_HISTORY, History
+from service.schemas import Policy
+from service.settings import Settings
+from service.telemetry import Metrics
+from training.config import load_config
+from training.datasets import fetch
+from training.events import read_events
+from training.figures import GREY, LAYER_COLOURS, save
+from training.metrics import bootstrap_interval
+from training.pipeline import train
+from training.progress import reporter
+
+CONFIG = Path("configs/ml-100k.yaml")
+RESULTS, FIGURE = Path("benchmarks/results/exploration.json"), Path("docs/exploration.svg")
+POLICIES = {
+    "mean": Policy(name="mean", kappa=None, seed=None),
+    "lcb": Policy(name="lcb", kappa=1.0, seed=None),
+    "ucb": Policy(name="ucb", kappa=1.0, seed=None),
+    "thompson": Policy(name="thompson", kappa=None, seed=0),
+}
+LIST_SIZE = 10
+BEST_RATE = 0.5
+"""Click rate of a user's best list at the beginning."""
+NEW_ITEM_EVENTS, LEAST_USES = 3, 20
+"""Events of a new item that the serving model has read; uses that an item has to have for being made a new one."""
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is simulated, and on what."""
+
+    users: int
+    rounds: int
+    events: int
+    """Of the log, at most, the first users'."""
+    settings: tuple[str, ...]
+    """Of the models."""
+
+
+FULL = Size(200, 40, 10**9, ("model.width=32", "training.epochs=8", "training.learning_rate=4e-3"))
+QUICK = Size(12, 4, 4_000, ("model.width=16", "model.num_layers=1", "training.epochs=1"))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Users before a server, and what they like."""
+
+    name: str
+    server: Server
+    user_ids: list[str]
+    histories: list[History]
+    preferences: Preferences
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="few users and rounds on a part of the log; writes nothing"
+    )
+    parser.add_argument("--data", type=Path, help="a log, or a data set's name; left out: MovieLens 100K")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures are written")
+    parser.add_argument("--figure", type=Path, default=FIGURE, help="where the curves are drawn")
+    arguments = parser.parse_args()
+
+    begun = time.monotonic()
+    torch.set_num_threads(1)
+    size = QUICK if arguments.quick else FULL
+    with tempfile.TemporaryDirectory() as folder:
+        found = explore(arguments.data or fetch("ml-100k").interactions, size, Path(folder))
+    result = {"environment": environment(), "seconds": round(time.monotonic() - begun), "scenarios": found}
+    if not arguments.quick:
+        arguments.results.write_text(json.dumps(result, indent=1) + "\n")
+        save(drawn(found), arguments.figure)
+    print(json.dumps(result) if arguments.json else as_text(found))
+
+
+def explore(data: Path, size: Size, folder: Path) -> dict[str, Any]:
+    """Both scenarios: name → what came of each policy."""
+    log = read_events(load_config(CONFIG, [f"data.path={data}"]).data).events.filter(pl.col("weight") > 0)
+    log = log.head(size.events)
+    truth = server_of(log, folder / "truth", size)
+    found = {}
+    for make in (new_users, new_items):
+        scenario = make(log, truth, folder, size)
+        courses = {}
+        for name, policy in POLICIES.items():
+            note(f"{scenario.name}: {name}")
+            courses[name] = simulate(
+                scenario.server, scenario.histories, scenario.preferences, policy, size.rounds, LIST_SIZE, SEED
+            )
+        found[scenario.name] = summary(scenario, courses)
+    return found
+
+
+# Scenarios
+
+
+def new_users(log: pl.DataFrame, truth: Server, folder: Path, size: Size) -> Scenario:
+    """Half of the users are unknown to the serving model, and begin without a history."""
+    users = shuffled(log["user_id"].unique(maintain_order=True).to_list())
+    new, known = users[: len(users) // 2], users[len(users) // 2 :]
+    server = server_of(log.filter(pl.col("user_id").is_in(known)), folder / "new-users", size)
+    shown = new[: size.users]
+    nothing = [NO_HISTORY] * len(shown)
+    return Scenario("new users", server, shown, nothing, preferences_of(shown, log, truth, server, nothing))
+
+
+def new_items(log: pl.DataFrame, truth: Server, folder: Path, size: Size) -> Scenario:
+    """Half of the items have next to no events in the log of the serving model, or in the users' histories."""
+    uses = log["item_id"].value_counts(sort=True).filter(pl.col("count") >= LEAST_USES)
+    items = shuffled(sorted(uses["item_id"].to_list()))
+    is_new = pl.col("item_id").is_in(items[: len(items) // 2])
+    place = pl.int_range(pl.len()).over(pl.col("item_id"))
+    thinned = log.filter(~is_new | (place < NEW_ITEM_EVENTS))
+    server = server_of(thinned, folder / "new-items", size)
+    shown = shuffled(thinned["user_id"].unique(maintain_order=True).to_list())[: size.users]
+    histories = [history_of(thinned, user, server.bundle) for user in shown]
+    return Scenario("new items", server, shown, histories, preferences_of(shown, log, truth, server, histories))
+
+
+def shuffled(values: list[str]) -> list[str]:
+    return [values[place] for place in np.random.default_rng(SEED).permutation(len(values))]
+
+
+def preferences_of(
+    users: Sequence[str], log: pl.DataFrame, truth: Server, server: Server, histories: Sequence[History]
+) -> Preferences:
+    """What real users like: each drawn from the truth's state of the whole history, which is then known exactly."""
+    generator = np.random.default_rng(SEED)
+    states = truth.states([history_of(log, user, truth.bundle) for user in users])
+    mean, precision = (np.array([getattr(state, name) for state in states]) for name in ("mean", "precision"))
+    drawn = torch.from_numpy((mean + generator.standard_normal(mean.shape) / np.sqrt(precision)).astype(np.float32))
+    with torch.no_grad():
+        scores = load_model(truth.bundle).score(Gaussian(drawn, torch.full_like(drawn, torch.inf)))
+    rows = [truth.bundle.items.number(item_id) - FIRST_ITEM for item_id in server.bundle.items.ids]
+    logit = scores.logit.numpy().astype(np.float64)[:, rows] / truth.bundle.calibration.temperature
+    return Preferences.of(logit, had_rows(histories, len(server.bundle.items)), LIST_SIZE, BEST_RATE)
+
+
+def history_of(log: pl.DataFrame, user: str, bundle: Bundle) -> History:
+    """A user's events in a bundle's numbers. Without times, which SASRec does not read."""
+    ids = log.filter(pl.col("user_id") == user)["item_id"].to_list()
+    numbers = np.array([number for item_id in ids if (number := bundle.items.number(item_id))], np.int64)
+    kept = numbers[-bundle.manifest.model.max_len :]
+    return History(
+        count=len(numbers),
+        items=kept,
+        weights=np.ones(len(kept), np.float32),
+        timestamps=np.full(len(kept), np.nan),
+        seen=np.unique(numbers),
+    )
+
+
+def server_of(log: pl.DataFrame, folder: Path, size: Size) -> Server:
+    """Train on a log, and load the bundle as the service does."""
+    note(f"{folder.name}: training on {len(log):,} events")
+    folder.mkdir()
+    log.select("user_id", "item_id", "timestamp").write_parquet(folder / "log.parquet")
+    config = load_config(CONFIG, [f"data.path={folder / 'log.parquet'}", f"training.seed={SEED}", *size.settings])
+    with reporter(silent=True) as silent:
+        trained = train(config, folder, silent, ["exploration.py"])
+    bundle = open_bundle(trained.bundle)
+    return Server(bundle, Engine(bundle, Settings(bundle=bundle.folder, threads=1), Metrics()))
+
+
+# What came of it
+
+
+def summary(scenario: Scenario, courses: dict[str, Course]) -> dict[str, Any]:
+    """Of each policy: mean cumulative regret after each round with its interval, clicks a user, and the regret at the
+    end less the mean's, over the same users."""
+    by_mean = courses["mean"].regret.sum(0)
+    return {
+        "users": len(scenario.user_ids),
+        "items": len(scenario.server.bundle.items),
+        "policies": {
+            name: {
+                "regret": [with_interval(regret_U) for regret_U in course.regret.cumsum(0)],
+                "regret_less_that_of_mean": with_interval(course.regret.sum(0) - by_mean),
+                "clicks": with_interval(course.is_click.sum(0)),
+            }
+            for name, course in courses.items()
+        },
+    }
+
+
+def with_interval(values_U: np.ndarray) -> list[float]:
+    """Mean, and the ends of its 95 % interval."""
+    return [round(float(value), 4) for value in (values_U.mean(), *bootstrap_interval(values_U))]
+
+
+def as_text(found: dict[str, Any]) -> str:
+    lines = []
+    for name, scenario in found.items():
+        lines.append(f"{name}, {scenario['users']} users, cumulative regret (95 %), less the mean's, clicks a user")
+        for policy, values in scenario["policies"].items():
+            regret, less, clicks = (
+                "{:.2f} ({:.2f} … {:.2f})".format(*each)
+                for each in (values["regret"][-1], values["regret_less_that_of_mean"], values["clicks"])
+            )
+            lines.append(f"  {policy:9} {regret:24} {less:24} {clicks}")
+    return "\n".join(lines)
+
+
+def drawn(found: dict[str, Any]) -> Figure:
+    """Cumulative regret over rounds, a panel a scenario, a line a policy with its band."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for panel, (name, scenario) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
+        for colour, (policy, values) in zip((GREY, *LAYER_COLOURS), scenario["policies"].items(), strict=False):
+            mean, low, high = np.array(values["regret"]).T
+            rounds = np.arange(1, len(mean) + 1)
+            panel.plot(rounds, mean, color=colour, linewidth=1.4, label=policy)
+            panel.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
+        panel.set(title=name, xlabel="lists shown to a user", ylabel="cumulative regret, clicks")
+        panel.title.set_fontsize(10)
+        panel.grid(color="0.92")
+        panel.legend(fontsize=8, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()
