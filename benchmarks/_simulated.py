@@ -39,7 +39,7 @@ class Preferences:
 
         Args:
             logit_UN: of choosing each item from the catalogue.
-            had_UN: bool, items that no list may have.
+            had_UN: bool, items that no list of the user may have.
             size: K.
             best_rate: in (0, 1).
         """
@@ -90,12 +90,17 @@ class Server:
         return [replace(state, cache=None) for part in parts for state in self._engine.run_rows(ENCODER, part)]
 
     def lists(
-        self, histories: Sequence[History], states: Sequence[State], policies: Sequence[Policy], size: int
+        self,
+        histories: Sequence[History],
+        states: Sequence[State],
+        hidden: np.ndarray,
+        policies: Sequence[Policy],
+        size: int,
     ) -> np.ndarray:
-        """The list (U,K) of each user as catalogue rows, without the items that the user has had."""
+        """The list (U,K) of each user as catalogue rows, without hidden items and those that the user has had."""
         rows = []
         for history, state, policy in zip(histories, states, policies, strict=True):
-            chosen = ranking.filters(history, self.bundle, True, (), None)
+            chosen = ranking.filters(history, self.bundle, True, hidden + FIRST_ITEM, None)
             rows.append(RankerRow(state, chosen.seen, chosen.blocked, size, ranking.order(policy, state)))
         parts = (rows[begin : begin + MAX_ROWS] for begin in range(0, len(rows), MAX_ROWS))
         return np.array([made.items - FIRST_ITEM for part in parts for made in self._engine.run_rows(RANKER, part)])
@@ -121,8 +126,10 @@ def with_event(history: History, row: int, max_len: int) -> History:
 def simulate(
     server: Server,
     histories: Sequence[History],
+    hidden: np.ndarray,
     preferences: Preferences,
     policy: Policy,
+    *,
     rounds: int,
     size: int,
     seed: int,
@@ -132,6 +139,7 @@ def simulate(
     Args:
         server: what lists.
         histories: where each user begins.
+        hidden: rows of the items that nobody is shown.
         preferences: of the users, items by the server's catalogue.
         policy: of the lists; `thompson` gets a seed of its own for each list.
         rounds: R.
@@ -141,7 +149,7 @@ def simulate(
     generator = np.random.default_rng(seed)
     histories = list(histories)
     states, max_len = server.states(histories), server.bundle.manifest.model.max_len
-    had = had_rows(histories, len(server.bundle.items))
+    had = had_rows(histories, hidden, len(server.bundle.items))
     users = np.arange(len(histories))
     regret, is_click = np.zeros((2, rounds, len(histories)))
     for round_ in range(rounds):
@@ -149,7 +157,7 @@ def simulate(
         policies = [
             policy.model_copy(update={"seed": int(each)}) if policy.name == "thompson" else policy for each in seeds
         ]
-        lists = server.lists(histories, states, policies, size)
+        lists = server.lists(histories, states, hidden, policies, size)
         rates = preferences.click_rates(lists)
         regret[round_] = preferences.click_rates(preferences.best_lists(had, size)).sum(1) - rates.sum(1)
         place = (luck[:, None] >= rates.cumsum(1)).sum(1)
@@ -164,9 +172,10 @@ def simulate(
     return Course(regret, is_click)
 
 
-def had_rows(histories: Sequence[History], num_items: int) -> np.ndarray:
-    """Which items each user has had, (U,N) bool."""
+def had_rows(histories: Sequence[History], hidden: np.ndarray, num_items: int) -> np.ndarray:
+    """Which items each user cannot be shown, (U,N) bool: those had, and the hidden ones."""
     had = np.zeros((len(histories), num_items), bool)
+    had[:, hidden] = True
     for user, history in enumerate(histories):
         had[user, history.seen - FIRST_ITEM] = True
     return had

@@ -1,13 +1,14 @@
 """Does exploring pay? Regret of the policies for new users and for new items, simulated on real ratings.
 
-    python benchmarks/exploration.py [--json] [--quick] [--data LOG] [--results FILE] [--figure FILE]
+    python benchmarks/exploration.py [--json] [--quick] [--data LOG] [--models FOLDER] [--results FILE] [--figure FILE]
 
 Two models of one log. The first has read all of it and says what the simulated users like: each is a real user, drawn
 once from what that model knows of this one (its state, a Gaussian), and clicks by a multinomial logit. The second
-serves, through ONNX Runtime and the service's own ranking, and knows less:
+serves, through ONNX Runtime and the service's own ranking, and knows less. It has read half of the users, and of half
+of the items at most three events:
 
-- new users: it has not read half of the users, and these come to it without a history;
-- new items: of half of the items it has read at most three events; the users are known to it.
+- new users: those that it has not read come to it without a history, and are shown the items that it knows;
+- new items: those that it has read are shown all items, half of which are new to it.
 
 Every user is shown a list a round. A click joins the history, the next list knows it, and no item is listed after it
 was clicked. Regret of a round: the click rate of the list that the preferences say is best, less that of the list
@@ -33,6 +34,7 @@ from matplotlib.figure import Figure
 from model.bundle import Bundle, open_bundle
 from model.config import FIRST_ITEM
 from model.filtering import Gaussian
+from model.registry import resolve
 from model.weights import load_model
 from service.engine import Engine
 from service.ranking import NO_HISTORY, History
@@ -75,18 +77,31 @@ class Size:
     """Of the models."""
 
 
-FULL = Size(200, 40, 10**9, ("model.width=32", "training.epochs=8", "training.learning_rate=4e-3"))
-QUICK = Size(12, 4, 4_000, ("model.width=16", "model.num_layers=1", "training.epochs=1"))
+SMALL = ("model.width=32", "model.num_layers=1")
+FULL = Size(200, 40, 10**9, (*SMALL, "training.epochs=8", "training.learning_rate=4e-3"))
+QUICK = Size(12, 4, 20_000, (*SMALL, "training.epochs=1"))
+
+
+@dataclass(frozen=True)
+class World:
+    """A log, and who knows what of it."""
+
+    log: pl.DataFrame
+    known_log: pl.DataFrame
+    """What the server has read."""
+    new_items: list[str]
+    truth: Server
+    """Has read the log."""
+    server: Server
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Users before a server, and what they like."""
+    """Users before a server, and what they like. `hidden`: rows of the items that nobody is shown."""
 
     name: str
-    server: Server
-    user_ids: list[str]
     histories: list[History]
+    hidden: np.ndarray
     preferences: Preferences
 
 
@@ -96,6 +111,9 @@ def main() -> None:
         "--quick", action="store_true", help="few users and rounds on a part of the log; writes nothing"
     )
     parser.add_argument("--data", type=Path, help="a log, or a data set's name; left out: MovieLens 100K")
+    parser.add_argument(
+        "--models", type=Path, help="a folder where the two models are kept; those that lie there are used"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures are written")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="where the curves are drawn")
     arguments = parser.parse_args()
@@ -104,7 +122,8 @@ def main() -> None:
     torch.set_num_threads(1)
     size = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory() as folder:
-        found = explore(arguments.data or fetch("ml-100k").interactions, size, Path(folder))
+        data = arguments.data or fetch("ml-100k").interactions
+        found = explore(data, size, arguments.models or Path(folder))
     result = {"environment": environment(), "seconds": round(time.monotonic() - begun), "scenarios": found}
     if not arguments.quick:
         arguments.results.write_text(json.dumps(result, indent=1) + "\n")
@@ -115,64 +134,77 @@ def main() -> None:
 def explore(data: Path, size: Size, folder: Path) -> dict[str, Any]:
     """Both scenarios: name → what came of each policy."""
     log = read_events(load_config(CONFIG, [f"data.path={data}"]).data).events.filter(pl.col("weight") > 0)
-    log = log.head(size.events)
-    truth = server_of(log, folder / "truth", size)
+    world = world_of(log.head(size.events), folder, size)
     found = {}
-    for make in (new_users, new_items):
-        scenario = make(log, truth, folder, size)
+    for scenario in (new_users(world, size), new_items(world, size)):
         courses = {}
         for name, policy in POLICIES.items():
             note(f"{scenario.name}: {name}")
             courses[name] = simulate(
-                scenario.server, scenario.histories, scenario.preferences, policy, size.rounds, LIST_SIZE, SEED
+                world.server,
+                scenario.histories,
+                scenario.hidden,
+                scenario.preferences,
+                policy,
+                rounds=size.rounds,
+                size=LIST_SIZE,
+                seed=SEED,
             )
         found[scenario.name] = summary(scenario, courses)
     return found
 
 
-# Scenarios
+# Who knows what
 
 
-def new_users(log: pl.DataFrame, truth: Server, folder: Path, size: Size) -> Scenario:
-    """Half of the users are unknown to the serving model, and begin without a history."""
+def world_of(log: pl.DataFrame, folder: Path, size: Size) -> World:
+    """Half of the users are new to the server, and half of the items nearly so."""
     users = shuffled(log["user_id"].unique(maintain_order=True).to_list())
-    new, known = users[: len(users) // 2], users[len(users) // 2 :]
-    server = server_of(log.filter(pl.col("user_id").is_in(known)), folder / "new-users", size)
-    shown = new[: size.users]
-    nothing = [NO_HISTORY] * len(shown)
-    return Scenario("new users", server, shown, nothing, preferences_of(shown, log, truth, server, nothing))
-
-
-def new_items(log: pl.DataFrame, truth: Server, folder: Path, size: Size) -> Scenario:
-    """Half of the items have next to no events in the log of the serving model, or in the users' histories."""
-    uses = log["item_id"].value_counts(sort=True).filter(pl.col("count") >= LEAST_USES)
+    known_log = log.filter(pl.col("user_id").is_in(users[: len(users) // 2]))
+    uses = known_log["item_id"].value_counts().filter(pl.col("count") >= LEAST_USES)
     items = shuffled(sorted(uses["item_id"].to_list()))
-    is_new = pl.col("item_id").is_in(items[: len(items) // 2])
+    new = items[: len(items) // 2]
     place = pl.int_range(pl.len()).over(pl.col("item_id"))
-    thinned = log.filter(~is_new | (place < NEW_ITEM_EVENTS))
-    server = server_of(thinned, folder / "new-items", size)
-    shown = shuffled(thinned["user_id"].unique(maintain_order=True).to_list())[: size.users]
-    histories = [history_of(thinned, user, server.bundle) for user in shown]
-    return Scenario("new items", server, shown, histories, preferences_of(shown, log, truth, server, histories))
+    known_log = known_log.filter(~pl.col("item_id").is_in(new) | (place < NEW_ITEM_EVENTS))
+    return World(
+        log, known_log, new, server_of(log, folder / "truth", size), server_of(known_log, folder / "server", size)
+    )
+
+
+def new_users(world: World, size: Size) -> Scenario:
+    """Users without a history, of whom the server knows nothing. New items are not shown."""
+    known = world.known_log["user_id"].unique()
+    strangers = world.log.filter(~pl.col("user_id").is_in(known))["user_id"].unique(maintain_order=True).to_list()
+    users = shuffled(strangers)[: size.users]
+    hidden = np.array([world.server.bundle.items.number(each) for each in world.new_items], np.int64) - FIRST_ITEM
+    histories = [NO_HISTORY] * len(users)
+    return Scenario("new users", histories, hidden, preferences_of(users, world, histories, hidden))
+
+
+def new_items(world: World, size: Size) -> Scenario:
+    """Users whom the server knows, but for their events on new items."""
+    users = shuffled(world.known_log["user_id"].unique(maintain_order=True).to_list())[: size.users]
+    histories = [history_of(world.known_log, user, world.server.bundle) for user in users]
+    hidden = np.empty(0, np.int64)
+    return Scenario("new items", histories, hidden, preferences_of(users, world, histories, hidden))
 
 
 def shuffled(values: list[str]) -> list[str]:
     return [values[place] for place in np.random.default_rng(SEED).permutation(len(values))]
 
 
-def preferences_of(
-    users: Sequence[str], log: pl.DataFrame, truth: Server, server: Server, histories: Sequence[History]
-) -> Preferences:
+def preferences_of(users: Sequence[str], world: World, histories: Sequence[History], hidden: np.ndarray) -> Preferences:
     """What real users like: each drawn from the truth's state of the whole history, which is then known exactly."""
+    truth, items = world.truth, world.server.bundle.items
     generator = np.random.default_rng(SEED)
-    states = truth.states([history_of(log, user, truth.bundle) for user in users])
+    states = truth.states([history_of(world.log, user, truth.bundle) for user in users])
     mean, precision = (np.array([getattr(state, name) for state in states]) for name in ("mean", "precision"))
     drawn = torch.from_numpy((mean + generator.standard_normal(mean.shape) / np.sqrt(precision)).astype(np.float32))
     with torch.no_grad():
         scores = load_model(truth.bundle).score(Gaussian(drawn, torch.full_like(drawn, torch.inf)))
-    rows = [truth.bundle.items.number(item_id) - FIRST_ITEM for item_id in server.bundle.items.ids]
+    rows = [truth.bundle.items.number(item_id) - FIRST_ITEM for item_id in items.ids]
     logit = scores.logit.numpy().astype(np.float64)[:, rows] / truth.bundle.calibration.temperature
-    return Preferences.of(logit, had_rows(histories, len(server.bundle.items)), LIST_SIZE, BEST_RATE)
+    return Preferences.of(logit, had_rows(histories, hidden, len(items)), LIST_SIZE, BEST_RATE)
 
 
 def history_of(log: pl.DataFrame, user: str, bundle: Bundle) -> History:
@@ -191,13 +223,14 @@ def history_of(log: pl.DataFrame, user: str, bundle: Bundle) -> History:
 
 def server_of(log: pl.DataFrame, folder: Path, size: Size) -> Server:
     """Train on a log, and load the bundle as the service does."""
-    note(f"{folder.name}: training on {len(log):,} events")
-    folder.mkdir()
-    log.select("user_id", "item_id", "timestamp").write_parquet(folder / "log.parquet")
-    config = load_config(CONFIG, [f"data.path={folder / 'log.parquet'}", f"training.seed={SEED}", *size.settings])
-    with reporter(silent=True) as silent:
-        trained = train(config, folder, silent, ["exploration.py"])
-    bundle = open_bundle(trained.bundle)
+    if not (folder / "registry").exists():
+        note(f"{folder.name}: training on {len(log):,} events")
+        folder.mkdir(parents=True)
+        log.select("user_id", "item_id", "timestamp").write_parquet(folder / "log.parquet")
+        config = load_config(CONFIG, [f"data.path={folder / 'log.parquet'}", f"training.seed={SEED}", *size.settings])
+        with reporter(silent=True) as silent:
+            train(config, folder, silent, ["exploration.py"])
+    bundle = open_bundle(resolve(folder / "registry"))
     return Server(bundle, Engine(bundle, Settings(bundle=bundle.folder, threads=1), Metrics()))
 
 
@@ -209,8 +242,7 @@ def summary(scenario: Scenario, courses: dict[str, Course]) -> dict[str, Any]:
     end less the mean's, over the same users."""
     by_mean = courses["mean"].regret.sum(0)
     return {
-        "users": len(scenario.user_ids),
-        "items": len(scenario.server.bundle.items),
+        "users": len(scenario.histories),
         "policies": {
             name: {
                 "regret": [with_interval(regret_U) for regret_U in course.regret.cumsum(0)],

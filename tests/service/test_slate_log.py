@@ -61,7 +61,7 @@ async def exported(url: str, folder: Path, now_ms: int, *, cluster: bool = False
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """Every line of all files, the oldest file first."""
     files = sorted(folder.glob("slates-*.jsonl.gz"))
-    return [json.loads(line) for file in files for line in gzip.open(file)]
+    return [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
 
 
 @pytest.mark.parametrize("cluster", [False, True], ids=["server", "cluster"])

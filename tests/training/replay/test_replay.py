@@ -144,7 +144,7 @@ def test_a_hit_on_a_further_page_is_none_of_the_first(slates: dict[str, LoggedSl
 )
 def test_a_line_that_is_not_of_the_export_is_named(log: Path, tmp_path: Path, change: Any, problem: str) -> None:
     (file,) = log.glob("*.gz")
-    lines = [json.loads(line) for line in gzip.open(file)]
+    lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     change(lines[1])
     path = tmp_path / "slates-1-2.jsonl.gz"
     path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
@@ -270,11 +270,11 @@ def test_only_lists_with_support_are_used_and_the_others_are_counted(
 def test_without_support_nothing_is_estimated_and_the_message_says_what_to_do(
     slates: dict[str, LoggedSlate], ranker: Ranker
 ) -> None:
-    with pytest.raises(DataError, match="3 deterministic.*serve a share of the requests with policy thompson"):
+    with pytest.raises(DataError, match=r"3 deterministic.*serve a share of the requests with policy thompson"):
         replayed([slates[user] for user in ("by mean", "by lcb", "by ucb")], ranker, MEAN)
-    with pytest.raises(DataError, match="1 unsupported.*the target is too far"):
+    with pytest.raises(DataError, match=r"1 unsupported.*the target is too far"):
         replayed([slates["long"]], ranker, Policy(name="ucb", kappa=10.0, seed=None))
-    with pytest.raises(DataError, match="1 other_model.*name the bundle that made the lists"):
+    with pytest.raises(DataError, match=r"1 other_model.*name the bundle that made the lists"):
         replayed([replace(slates["long"], model_versions=frozenset({"0" * 16}))], ranker, MEAN)
 
 
