@@ -42,7 +42,7 @@ from service.schemas import Policy
 from service.settings import Settings
 from service.telemetry import Metrics
 from training.config import load_config
-from training.datasets import fetch
+from training.datasets import check_log
 from training.events import read_events
 from training.figures import GREY, LAYER_COLOURS, save
 from training.metrics import bootstrap_interval
@@ -78,7 +78,7 @@ class Size:
 
 
 SMALL = ("model.width=32", "model.num_layers=1")
-FULL = Size(200, 40, 10**9, (*SMALL, "training.epochs=8", "training.learning_rate=4e-3"))
+FULL = Size(150, 30, 10**9, (*SMALL, "training.epochs=5", "training.learning_rate=5e-3"))
 QUICK = Size(12, 4, 20_000, (*SMALL, "training.epochs=1"))
 
 
@@ -110,10 +110,8 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="few users and rounds on a part of the log; writes nothing"
     )
-    parser.add_argument("--data", type=Path, help="a log, or a data set's name; left out: MovieLens 100K")
-    parser.add_argument(
-        "--models", type=Path, help="a folder where the two models are kept; those that lie there are used"
-    )
+    parser.add_argument("--data", type=Path, default=Path("ml-100k"), help="a log, or a data set's name")
+    parser.add_argument("--models", type=Path, help="where the two models are kept; those that lie there are used")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures are written")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="where the curves are drawn")
     arguments = parser.parse_args()
@@ -122,8 +120,7 @@ def main() -> None:
     torch.set_num_threads(1)
     size = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory() as folder:
-        data = arguments.data or fetch("ml-100k").interactions
-        found = explore(data, size, arguments.models or Path(folder))
+        found = explore(arguments.data, size, arguments.models or Path(folder))
     result = {"environment": environment(), "seconds": round(time.monotonic() - begun), "scenarios": found}
     if not arguments.quick:
         arguments.results.write_text(json.dumps(result, indent=1) + "\n")
@@ -133,8 +130,10 @@ def main() -> None:
 
 def explore(data: Path, size: Size, folder: Path) -> dict[str, Any]:
     """Both scenarios: name → what came of each policy."""
-    log = read_events(load_config(CONFIG, [f"data.path={data}"]).data).events.filter(pl.col("weight") > 0)
-    world = world_of(log.head(size.events), folder, size)
+    config = load_config(CONFIG, [f"data.path={data}"]).data
+    check_log(config.path)
+    log = read_events(config).events.filter(pl.col("weight") > 0).head(size.events)
+    world = world_of(log, folder, size)
     found = {}
     for scenario in (new_users(world, size), new_items(world, size)):
         courses = {}
