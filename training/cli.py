@@ -589,7 +589,7 @@ def _replay_text(found: "Replay") -> str:
             f"hits a list, over {estimates.lists:,} lists of {estimates.subjects:,} subjects (95 % interval)",
             *(f"  {name:18} {rate.value:+.4f} ({rate.low:+.4f} … {rate.high:+.4f})" for name, rate in rates.items()),
             f"worth {estimates.effective_lists:,.0f} lists of the target; weights: largest"
-            f" {estimates.largest_weight:.1f}, mean {estimates.mean_weight:.3f}",
+            f" {estimates.largest_weight:.1f}, mean {estimates.mean_weight.value:.3f}",
         ]
     )
 

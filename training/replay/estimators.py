@@ -55,7 +55,8 @@ class Estimates:
 
     `logged` what the logging policy had; `ips` and `snips` what the target would have had; `difference` is SNIPS less
     `logged`. `effective_lists`: of so many lists of the target itself the estimates are worth about as much (Kish).
-    `largest_weight` of an item. `mean_weight` is 1 but for chance where the target has support everywhere.
+    `largest_weight` of an item. `mean_weight`, of all listed items, is in expectation the share of the target's places
+    that have support.
     """
 
     lists: int
@@ -66,7 +67,7 @@ class Estimates:
     difference: Estimate
     effective_lists: float
     largest_weight: float
-    mean_weight: float
+    mean_weight: Estimate
 
 
 def weights(target_counts: np.ndarray, logging_counts: np.ndarray, redraws: int) -> np.ndarray:
@@ -119,5 +120,5 @@ def estimate(lists: list[Weighted]) -> Estimates:
         difference=resampled(lambda counts_C: snips(counts_C) - logged(counts_C), len(subjects)),
         effective_lists=mass**2 / squares / mean_size if squares else 0.0,
         largest_weight=max(one.largest for one in lists),
-        mean_weight=float(weight_C.sum() / len(lists)),
+        mean_weight=resampled(ratio(weight_C, number_C), len(subjects)),
     )

@@ -19,10 +19,13 @@ from training.replay.ranker import Ranker
 from training.replay.slates import LoggedSlate, Policy
 from training.tables import DataError
 
-LEAST_PROPENSITY = 0.01
-"""An item that the logging policy lists less often has no support: its few hits would carry weights of a hundred."""
+MAX_WEIGHT = 100
+"""An item whose hits would carry a larger weight has no support: the logging policy lists it next to never."""
 LEAST_SUPPORT = 0.99
-"""Share of the target's places that items with support must have."""
+"""Share of the target's places that items with support must have in a list."""
+LEAST_MEAN_WEIGHT = 0.95
+"""Below it the target has places without support that no single list shows: a target by chance may list many items,
+each of them rarely."""
 WITHIN_S = 900
 """How long after a list an event can make it a hit, unless asked for otherwise."""
 
@@ -73,7 +76,7 @@ def replay(
 
     Raises:
         BundleError: the target's bundle numbers its items otherwise.
-        DataError: no list has support.
+        DataError: no list has support, or the target has too little over all of them.
     """
     logging_ranker = Ranker(bundle)
     target_ranker = logging_ranker if target_bundle is None else Ranker(target_bundle)
@@ -95,7 +98,13 @@ def replay(
     total = len(used) + refused.total()
     if not used:
         raise DataError(_without_support(total, refused))
-    return Replay(estimate(used), total, len(used) / total, dict(refused))
+    estimates = estimate(used)
+    if estimates.mean_weight.high < LEAST_MEAN_WEIGHT:
+        raise DataError(
+            f"the weights of the listed items have a mean of {estimates.mean_weight.value:.2f}: only that share of the"
+            " target's places could have been served; take a target that is nearer to what was served"
+        )
+    return Replay(estimates, total, len(used) / total, dict(refused))
 
 
 def _weighted(
@@ -108,9 +117,9 @@ def _weighted(
     made = remade(slate, ranker, redraws)
     if isinstance(made, Unusable):
         return made
-    target_counts = _target_counts(made, target, target_ranker, redraws)[: len(made.counts)]
-    supported = made.counts >= LEAST_PROPENSITY * redraws
-    # An item that only the target's bundle knows is beyond the logging one's catalogue, and unsupported.
+    target_counts = _target_counts(made, target, target_ranker, redraws)
+    supported = weights(target_counts, made.counts, redraws) <= MAX_WEIGHT
+    # An item that only the target's bundle knows is not among these, and takes its place from them.
     if target_counts[supported].sum() < len(made.listed) * redraws * LEAST_SUPPORT:
         return Refused.unsupported
     rows = made.listed - FIRST_ITEM
@@ -123,13 +132,17 @@ def _weighted(
 
 
 def _target_counts(made: Remade, target: Policy, ranker: Ranker, redraws: int) -> np.ndarray:
-    """In how many of the redraws (N,) the target lists each item of its catalogue."""
+    """In how many of the redraws (N,) the target lists each item of the logging bundle's catalogue."""
     slate, state = made.slate, made.state
     if ranker.bundle.manifest.version not in slate.model_versions:
         state = ranker.state(slate.events)
     # Draws of its own: with those of the propensities, a rate and its divisor would err together.
     noise = noise_of(slate, "target", redraws) if target.name == "thompson" else np.empty((0, len(slate.mean)))
-    return inclusions(ranker, state, ranker.blocked(slate), len(made.listed), target, noise, redraws)
+    counts = inclusions(ranker, state, ranker.blocked(slate), len(made.listed), target, noise, redraws)
+    known = np.zeros_like(made.counts)
+    shared = slice(min(len(counts), len(known)))
+    known[shared] = counts[shared]
+    return known
 
 
 def _without_support(total: int, refused: Counter[str]) -> str:

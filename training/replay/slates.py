@@ -4,6 +4,7 @@ D width · K listed items · E events
 """
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,7 @@ def read_slates(path: Path) -> Iterator[LoggedSlate]:
             with gzip.open(file, "rb") as lines:
                 for number, line in enumerate(lines, 1):
                     yield _slate(line, f"{file} line {number}")
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{file} is not whole ({error}); take it away, or copy it again") from error
 
 

@@ -72,7 +72,7 @@ def test_lists_of_one_item_have_the_textbook_s_ips_and_snips() -> None:
     assert found.snips.value == pytest.approx((2.0 + 0.0 + 1.5) / 4.0)
     assert found.logged.value == pytest.approx(3 / 4)
     assert found.effective_lists == pytest.approx(4.0**2 / (4 + 0.25 + 2.25))
-    assert (found.largest_weight, found.mean_weight) == (2.0, 1.0)
+    assert (found.largest_weight, found.mean_weight.value) == (2.0, 1.0)
     assert found.difference.value == pytest.approx(found.snips.value - 3 / 4)
 
 
