@@ -198,9 +198,9 @@ def preferences_of(users: Sequence[str], world: World, histories: Sequence[Histo
     generator = np.random.default_rng(SEED)
     states = truth.states([history_of(world.log, user, truth.bundle) for user in users])
     mean, precision = (np.array([getattr(state, name) for state in states]) for name in ("mean", "precision"))
-    drawn = torch.from_numpy((mean + generator.standard_normal(mean.shape) / np.sqrt(precision)).astype(np.float32))
+    known = torch.from_numpy((mean + generator.standard_normal(mean.shape) / np.sqrt(precision)).astype(np.float32))
     with torch.no_grad():
-        scores = load_model(truth.bundle).score(Gaussian(drawn, torch.full_like(drawn, torch.inf)))
+        scores = load_model(truth.bundle).score(Gaussian(known, torch.full_like(known, torch.inf)))
     rows = [truth.bundle.items.number(item_id) - FIRST_ITEM for item_id in items.ids]
     logit = scores.logit.numpy().astype(np.float64)[:, rows] / truth.bundle.calibration.temperature
     return Preferences.of(logit, had_rows(histories, hidden, len(items)), LIST_SIZE, BEST_RATE)

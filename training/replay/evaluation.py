@@ -118,7 +118,10 @@ def _weighted(
     if isinstance(made, Unusable):
         return made
     target_counts = _target_counts(made, target, target_ranker, redraws)
-    supported = weights(target_counts, made.counts, redraws) <= MAX_WEIGHT
+    # Redraws of its own decide whether a list counts: with those of the weights, rare items that came often in them would
+    # be kept, and those that came seldom left out.
+    again = made.redrawn("support", ranker)
+    supported = weights(target_counts, again, redraws) <= MAX_WEIGHT
     # An item that only the target's bundle knows is not among these, and takes its place from them.
     if target_counts[supported].sum() < len(made.listed) * redraws * LEAST_SUPPORT:
         return Refused.unsupported
@@ -137,8 +140,8 @@ def _target_counts(made: Remade, target: Policy, ranker: Ranker, redraws: int) -
     if ranker.bundle.manifest.version not in slate.model_versions:
         state = ranker.state(slate.events)
     # Draws of its own: with those of the propensities, a rate and its divisor would err together.
-    noise = noise_of(slate, "target", redraws) if target.name == "thompson" else np.empty((0, len(slate.mean)))
-    counts = inclusions(ranker, state, ranker.blocked(slate), len(made.listed), target, noise, redraws)
+    noise = noise_of(slate, "target", (redraws, len(state.mean)))
+    counts = inclusions(ranker, state, ranker.blocked(slate), len(made.listed), target, noise)
     known = np.zeros_like(made.counts)
     shared = slice(min(len(counts), len(known)))
     known[shared] = counts[shared]

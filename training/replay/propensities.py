@@ -53,6 +53,16 @@ class Remade:
     redraws: int
     """M"""
 
+    def redrawn(self, purpose: str, ranker: Ranker) -> np.ndarray:
+        """`counts` of M other redraws.
+
+        Args:
+            purpose: which ones.
+            ranker: of the bundle that made the list.
+        """
+        noise = noise_of(self.slate, purpose, (self.redraws, len(self.state.mean)))
+        return inclusions(ranker, self.state, self.blocked, len(self.listed), self.slate.policy, noise)
+
 
 def remade(slate: LoggedSlate, ranker: Ranker, redraws: int) -> Remade | Unusable:
     """Make a logged list again, and redraw it.
@@ -72,14 +82,15 @@ def remade(slate: LoggedSlate, ranker: Ranker, redraws: int) -> Remade | Unusabl
     again = ranker.lists(state, blocked, len(listed), orders(policy, state, noise))[0]
     if len(np.setdiff1d(listed, again)) > MAX_EXCHANGED:
         return Unusable.not_reproduced
-    counts = inclusions(ranker, state, blocked, len(listed), policy, noise_of(slate, "propensity", redraws), redraws)
+    noise = noise_of(slate, "propensity", (redraws, len(state.mean)))
+    counts = inclusions(ranker, state, blocked, len(listed), policy, noise)
     return Remade(slate, state, blocked, listed, counts, redraws)
 
 
 def inclusions(
-    ranker: Ranker, state: State, blocked: np.ndarray, size: int, policy: Policy, noise: np.ndarray, redraws: int
+    ranker: Ranker, state: State, blocked: np.ndarray, size: int, policy: Policy, noise: np.ndarray
 ) -> np.ndarray:
-    """In how many of the redraws (N,) a policy lists each item of the catalogue.
+    """In how many of M draws (N,) a policy lists each item of the catalogue.
 
     Args:
         ranker: what lists.
@@ -88,17 +99,16 @@ def inclusions(
         size: K.
         policy: any; without chance its one list counts as all of them.
         noise: (M,D) standard normal.
-        redraws: M.
     """
     lists = ranker.lists(state, blocked, size, orders(policy, state, noise))
     counts = np.bincount(lists.ravel() - FIRST_ITEM, minlength=len(ranker.bundle.items))
-    return counts if policy.name == "thompson" else counts * redraws
+    return counts if policy.name == "thompson" else counts * len(noise)
 
 
-def noise_of(slate: LoggedSlate, purpose: str, redraws: int) -> np.ndarray:
-    """Standard normal numbers (M,D) that are a list's own, and the same whenever they are asked for."""
+def noise_of(slate: LoggedSlate, purpose: str, shape: tuple[int, int]) -> np.ndarray:
+    """Standard normal numbers (M,D) that are a list's own for a purpose, and the same whenever they are asked for."""
     seed = [zlib.crc32(slate.recommendation_id.encode()), zlib.crc32(purpose.encode())]
-    return np.random.default_rng(seed).standard_normal((redraws, len(slate.mean)))
+    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def write_propensities(

@@ -199,7 +199,7 @@ def test_propensities_are_the_shares_of_redraws_that_list_an_item(
         assert isinstance(made, Remade)
 
         size = len(slate.item_ids) + len(slate.left_out)
-        noise = noise_of(slate, "propensity", redraws)
+        noise = noise_of(slate, "propensity", (redraws, len(slate.mean)))
         mean = torch.from_numpy((slate.mean + noise / np.sqrt(slate.precision)).astype(np.float32))
         logit = model.score(Gaussian(mean, torch.full_like(mean, torch.inf))).logit
         free = np.ones(NUM_ITEMS, bool)
