@@ -118,8 +118,8 @@ def _weighted(
     if isinstance(made, Unusable):
         return made
     target_counts = _target_counts(made, target, target_ranker, redraws)
-    # Redraws of its own decide whether a list counts: with those of the weights, rare items that came often in them would
-    # be kept, and those that came seldom left out.
+    # Redraws of its own decide whether a list counts: by those of the weights, lists would be kept in which a rare item
+    # happened to come often.
     again = made.redrawn("support", ranker)
     supported = weights(target_counts, again, redraws) <= MAX_WEIGHT
     # An item that only the target's bundle knows is not among these, and takes its place from them.
