@@ -141,6 +141,7 @@ def test_a_hit_on_a_further_page_is_none_of_the_first(slates: dict[str, LoggedSl
         (lambda line: line.update(pages=[]), "line 2, pages.0.basis is missing"),
         (lambda line: line.pop("outcome"), "line 2, field outcome"),
     ],
+    ids=["layout", "no basis", "no page", "no outcome"],
 )
 def test_a_line_that_is_not_of_the_export_is_named(log: Path, tmp_path: Path, change: Any, problem: str) -> None:
     (file,) = log.glob("*.gz")
