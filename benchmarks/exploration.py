@@ -31,23 +31,28 @@ from _report import note, parser_of
 from _simulated import Course, Preferences, Server, had_rows, simulate
 from matplotlib.figure import Figure
 
+from model.backbone import Backbone
+from model.build import build_model
 from model.bundle import Bundle, open_bundle
 from model.config import FIRST_ITEM
 from model.filtering import Gaussian
 from model.registry import resolve
-from model.weights import load_model
 from service.engine import Engine
 from service.ranking import NO_HISTORY, History
 from service.schemas import Policy
 from service.settings import Settings
 from service.telemetry import Metrics
-from training.config import load_config
+from training.batches import collate, serving_windows
+from training.catalog import Catalog
+from training.config import RunConfig, load_config
 from training.datasets import check_log
 from training.events import read_events
 from training.figures import GREY, LAYER_COLOURS, save
+from training.loop import fit
 from training.metrics import bootstrap_interval
-from training.pipeline import train
+from training.pipeline import keep_freed_memory, prepare, train
 from training.progress import reporter
+from training.splits import to_histories
 
 CONFIG = Path("configs/ml-100k.yaml")
 RESULTS, FIGURE = Path("benchmarks/results/exploration.json"), Path("docs/exploration.svg")
@@ -83,6 +88,14 @@ QUICK = Size(12, 4, 20_000, (*SMALL, "training.epochs=1"))
 
 
 @dataclass(frozen=True)
+class Truth:
+    """What has read the whole log, and says what users like."""
+
+    model: Backbone
+    catalog: Catalog
+
+
+@dataclass(frozen=True)
 class World:
     """A log, and who knows what of it."""
 
@@ -90,8 +103,7 @@ class World:
     known_log: pl.DataFrame
     """What the server has read."""
     new_items: list[str]
-    truth: Server
-    """Has read the log."""
+    truth: Truth
     server: Server
 
 
@@ -117,6 +129,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     begun = time.monotonic()
+    keep_freed_memory()
     torch.set_num_threads(1)
     size = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory() as folder:
@@ -165,9 +178,8 @@ def world_of(log: pl.DataFrame, folder: Path, size: Size) -> World:
     new = items[: len(items) // 2]
     place = pl.int_range(pl.len()).over(pl.col("item_id"))
     known_log = known_log.filter(~pl.col("item_id").is_in(new) | (place < NEW_ITEM_EVENTS))
-    return World(
-        log, known_log, new, server_of(log, folder / "truth", size), server_of(known_log, folder / "server", size)
-    )
+    truth, server = truth_of(log, folder / "truth", size), server_of(known_log, folder / "server", size)
+    return World(log, known_log, new, truth, server)
 
 
 def new_users(world: World, size: Size) -> Scenario:
@@ -193,17 +205,19 @@ def shuffled(values: list[str]) -> list[str]:
 
 
 def preferences_of(users: Sequence[str], world: World, histories: Sequence[History], hidden: np.ndarray) -> Preferences:
-    """What real users like: each drawn from the truth's state of the whole history, which is then known exactly."""
+    """What real users like: each drawn from the truth's state of the whole history, which is then known exactly. An item
+    is chosen from the catalogue with the probability that the truth's softmax gives it."""
     truth, items = world.truth, world.server.bundle.items
-    generator = np.random.default_rng(SEED)
-    states = truth.states([history_of(world.log, user, truth.bundle) for user in users])
-    mean, precision = (np.array([getattr(state, name) for state in states]) for name in ("mean", "precision"))
-    known = torch.from_numpy((mean + generator.standard_normal(mean.shape) / np.sqrt(precision)).astype(np.float32))
+    real = to_histories(world.log, truth.catalog)
+    row_of = {user: row for row, user in enumerate(real.user_ids)}
+    batch = collate(serving_windows(real, truth.model.config.max_len), torch.tensor([row_of[user] for user in users]))
     with torch.no_grad():
-        scores = load_model(truth.bundle).score(Gaussian(known, torch.full_like(known, torch.inf)))
-    rows = [truth.bundle.items.number(item_id) - FIRST_ITEM for item_id in items.ids]
-    logit = scores.logit.numpy().astype(np.float64)[:, rows] / truth.bundle.calibration.temperature
-    return Preferences.of(logit, had_rows(histories, hidden, len(items)), LIST_SIZE, BEST_RATE)
+        state = truth.model.final_state(batch.items, batch.weights, batch.timestamps)
+        noise = torch.from_numpy(np.random.default_rng(SEED).standard_normal(state.mean.shape).astype(np.float32))
+        known = state.mean + noise * state.precision.rsqrt()
+        logit = truth.model.score(Gaussian(known, torch.full_like(known, torch.inf))).logit.double().numpy()
+    rows = truth.catalog.numbers(pl.Series(items.ids)) - FIRST_ITEM
+    return Preferences.of(logit[:, rows], had_rows(histories, hidden, len(items)), LIST_SIZE, BEST_RATE)
 
 
 def history_of(log: pl.DataFrame, user: str, bundle: Bundle) -> History:
@@ -220,17 +234,32 @@ def history_of(log: pl.DataFrame, user: str, bundle: Bundle) -> History:
     )
 
 
+def truth_of(log: pl.DataFrame, folder: Path, size: Size) -> Truth:
+    """Train on the whole log."""
+    config = config_of(log, folder, size)
+    prepared = prepare(config)
+    torch.manual_seed(config.training.seed)
+    model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
+    fit(model, prepared.split, prepared.event, config.training, folder / "checkpoint.pt")
+    return Truth(model.eval(), prepared.catalog)
+
+
 def server_of(log: pl.DataFrame, folder: Path, size: Size) -> Server:
-    """Train on a log, and load the bundle as the service does."""
+    """Train on what is known, and load the bundle as the service does."""
+    config = config_of(log, folder, size)
     if not (folder / "registry").exists():
-        note(f"{folder.name}: training on {len(log):,} events")
-        folder.mkdir(parents=True)
-        log.select("user_id", "item_id", "timestamp").write_parquet(folder / "log.parquet")
-        config = load_config(CONFIG, [f"data.path={folder / 'log.parquet'}", f"training.seed={SEED}", *size.settings])
         with reporter(silent=True) as silent:
             train(config, folder, silent, ["exploration.py"])
     bundle = open_bundle(resolve(folder / "registry"))
     return Server(bundle, Engine(bundle, Settings(bundle=bundle.folder, threads=1), Metrics()))
+
+
+def config_of(log: pl.DataFrame, folder: Path, size: Size) -> RunConfig:
+    """How to train on a log, which goes into the folder."""
+    note(f"{folder.name}: {len(log):,} events")
+    folder.mkdir(parents=True, exist_ok=True)
+    log.select("user_id", "item_id", "timestamp").write_parquet(folder / "log.parquet")
+    return load_config(CONFIG, [f"data.path={folder / 'log.parquet'}", f"training.seed={SEED}", *size.settings])
 
 
 # What came of it
