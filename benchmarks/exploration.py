@@ -205,8 +205,8 @@ def shuffled(values: list[str]) -> list[str]:
 
 
 def preferences_of(users: Sequence[str], world: World, histories: Sequence[History], hidden: np.ndarray) -> Preferences:
-    """What real users like: each drawn from the truth's state of the whole history, which is then known exactly. An item
-    is chosen from the catalogue with the probability that the truth's softmax gives it."""
+    """What real users like: each drawn from the truth's state of the whole history, which is then known exactly, and
+    choosing items by the truth's softmax."""
     truth, items = world.truth, world.server.bundle.items
     real = to_histories(world.log, truth.catalog)
     row_of = {user: row for row, user in enumerate(real.user_ids)}
