@@ -184,7 +184,7 @@ def world_of(log: pl.DataFrame, folder: Path, size: Size) -> World:
 
 def new_users(world: World, size: Size) -> Scenario:
     """Users without a history, of whom the server knows nothing. New items are not shown."""
-    known = world.known_log["user_id"].unique()
+    known = world.known_log["user_id"].unique().to_list()
     strangers = world.log.filter(~pl.col("user_id").is_in(known))["user_id"].unique(maintain_order=True).to_list()
     users = shuffled(strangers)[: size.users]
     hidden = np.array([world.server.bundle.items.number(each) for each in world.new_items], np.int64) - FIRST_ITEM
@@ -216,7 +216,7 @@ def preferences_of(users: Sequence[str], world: World, histories: Sequence[Histo
         noise = torch.from_numpy(np.random.default_rng(SEED).standard_normal(state.mean.shape).astype(np.float32))
         known = state.mean + noise * state.precision.rsqrt()
         logit = truth.model.score(Gaussian(known, torch.full_like(known, torch.inf))).logit.double().numpy()
-    rows = truth.catalog.numbers(pl.Series(items.ids)) - FIRST_ITEM
+    rows = truth.catalog.numbers(items.ids) - FIRST_ITEM
     return Preferences.of(logit[:, rows], had_rows(histories, hidden, len(items)), LIST_SIZE, BEST_RATE)
 
 
