@@ -116,6 +116,7 @@ def wilson_interval(successes: np.ndarray | int, trials: int) -> tuple[np.ndarra
         successes: of so many `trials`, 0 to `trials`.
     """
     rate, z = np.asarray(successes) / trials, 1.959963984540054
-    centre = rate + z**2 / (2 * trials)
-    half = z * np.sqrt(rate * (1 - rate) / trials + z**2 / (4 * trials**2))
-    return (centre - half) / (1 + z**2 / trials), (centre + half) / (1 + z**2 / trials)
+    centre = (rate + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half = z * np.sqrt(rate * (1 - rate) / trials + z**2 / (4 * trials**2)) / (1 + z**2 / trials)
+    # At 0 and 1 an end is the rate itself, but for rounding.
+    return np.minimum(centre - half, rate), np.maximum(centre + half, rate)

@@ -23,9 +23,9 @@ MAX_WEIGHT = 100
 """An item whose hits would carry a larger weight has no support: the logging policy lists it next to never."""
 LEAST_SUPPORT = 0.99
 """Share of the target's places that items with support must have in a list."""
-LEAST_MEAN_WEIGHT = 0.95
-"""Below it the target has places without support that no single list shows: a target by chance may list many items,
-each of them rarely."""
+LEAST_MEAN_WEIGHT, LEAST_SUBJECTS = 0.95, 30
+"""Below it, over so many subjects, the target has places without support that no single list shows: a target by chance
+may list many items, each of them rarely."""
 WITHIN_S = 900
 """How long after a list an event can make it a hit, unless asked for otherwise."""
 
@@ -99,7 +99,7 @@ def replay(
     if not used:
         raise DataError(_without_support(total, refused))
     estimates = estimate(used)
-    if estimates.mean_weight.high < LEAST_MEAN_WEIGHT:
+    if estimates.subjects >= LEAST_SUBJECTS and estimates.mean_weight.high < LEAST_MEAN_WEIGHT:
         raise DataError(
             f"the weights of the listed items have a mean of {estimates.mean_weight.value:.2f}: only that share of the"
             " target's places could have been served; take a target that is nearer to what was served"
