@@ -345,6 +345,18 @@ def test_another_bundle_s_lists_are_made_from_the_history(
         replayed(used, ranker, MEAN, target_bundle=stranger)
 
 
+def test_a_target_by_chance_whose_lists_could_mostly_not_have_been_served_is_refused(
+    slates: dict[str, LoggedSlate], ranker: Ranker, tiny: Path, tmp_path: Path
+) -> None:
+    """The other bundle draws widely from the history; the lists were made as if next to nothing were uncertain."""
+    other = open_bundle(variant(tiny, tmp_path, calibrated_for("next_item"), event="next_item"))
+    certain = nearly_certain(slates["one event"], ranker)
+    log = [replace(certain, subject=f"user {n}", recommendation_id=f"b000-{n:032x}") for n in range(30)]
+
+    with pytest.raises(DataError, match="only that share of the target's places could have been served"):
+        replayed(log, ranker, THOMPSON, target_bundle=other)
+
+
 def test_the_command_prints_the_estimates(log: Path, tiny: Path) -> None:
     arguments = ["--slates", str(log), "--bundle", str(tiny), "--policy", "thompson", "--redraws", "100"]
 
