@@ -219,10 +219,10 @@ class GuardedStore:
             "append_page", lambda: self._store.append_page(recommendation_id, num_pages, page)
         )
 
-    async def settle_slate(self, recommendation_id: str) -> bool:
+    async def settle_slate(self, recommendation_id: str, outcome: bytes) -> bool:
         """As in `Store`."""
         return await self._of_slate(recommendation_id).call(
-            "settle_slate", lambda: self._store.settle_slate(recommendation_id)
+            "settle_slate", lambda: self._store.settle_slate(recommendation_id, outcome)
         )
 
     async def slates(self, subject: Subject) -> list[SlateRef]:

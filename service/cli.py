@@ -1,10 +1,11 @@
-"""`bft-serve`: run the service, or check that a bundle computes here what it computed in training."""
+"""`bft-serve`: run the service, check that a bundle computes here what it computed in training, or keep its lists."""
 
 import asyncio
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +19,15 @@ from service.errors import StartError
 from service.listeners import serve
 from service.security import new_key, toml_entry
 from service.settings import Settings, load_settings
+from service.slate_log import AFTER_S, SESSION_SLATES_S, Export, ExportError, export
+from service.states.interface import StateUnavailable, wall_clock_ms
+from service.states.redis import connect
+from service.states.scanning import kept_slates
 from service.telemetry import Metrics, configure_logging
 
 EXIT_DIFFERS = 1
 EXIT_CANNOT_START = 2
+SCAN_TIMEOUT_S = 10.0
 
 cli = typer.Typer(
     name="bft-serve", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -106,6 +112,50 @@ def check(
         raise typer.Exit(EXIT_DIFFERS)
 
 
+@cli.command(name="export-slates")
+def export_slates(
+    out: Annotated[Path, typer.Option(help="The folder of the files. Keep the newest: the next run begins there.")],
+    redis_url: Annotated[
+        str, typer.Option(envvar="BFT_REDIS_URL", help="redis://…, of the running service. Shown by ps.")
+    ],
+    redis_cluster: Annotated[
+        bool, typer.Option(envvar="BFT_REDIS_CLUSTER", help="The server is a Redis Cluster.")
+    ] = False,
+    after_s: Annotated[
+        int, typer.Option(min=0, max=1500, help="How long a list is left for an event to settle it.")
+    ] = AFTER_S,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Take the lists that were served, and what followed them, to a file for `bft-train replay`, before they expire.
+
+    Each run writes those made since the last run. Run it from cron every ten minutes.
+    """
+    with _errors_as_text():
+        found = asyncio.run(_export_slates(out, redis_url, redis_cluster, after_s))
+    if found.perhaps_missed_s:
+        typer.echo(
+            f"warning: {found.perhaps_missed_s} s passed unread, and lists for sessions of that time have expired"
+            f" (after an hour those for users too); run this at least every {SESSION_SLATES_S - after_s} s",
+            err=True,
+        )
+    if found.unreadable:
+        typer.echo(
+            f"warning: {found.unreadable} lists are in no file: another version of the service kept them."
+            " Run the command of that version",
+            err=True,
+        )
+    fields = {**asdict(found), "file": str(found.file)}
+    typer.echo(json.dumps(fields) if as_json else f"{found.file}: {found.slates} lists, {found.settled} settled")
+
+
+async def _export_slates(out: Path, redis_url: str, redis_cluster: bool, after_s: int) -> Export:
+    client = connect(redis_url, SCAN_TIMEOUT_S, redis_cluster)
+    try:
+        return await export(kept_slates(client), out, wall_clock_ms(), after_s)
+    finally:
+        await client.aclose()
+
+
 @cli.command(name="new-key")
 def make_key(
     name: Annotated[str, typer.Argument(help="Who gets the key; appears in logs.")],
@@ -139,10 +189,10 @@ def check_bundle(settings: Settings) -> dict[str, Any]:
 
 @contextmanager
 def _errors_as_text() -> Iterator[None]:
-    """What stops the start-up is told in one line, without a traceback."""
+    """What stops a command is told in one line, without a traceback."""
     try:
         yield
-    except (BundleError, StartError) as error:
+    except (BundleError, ExportError, StartError, StateUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_CANNOT_START) from error
 

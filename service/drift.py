@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from service.background import Saves
 from service.errors import RecommendationNotFound
-from service.slates import RECOMMENDATION_ID, Slate, Slates
+from service.slates import RECOMMENDATION_ID, Outcome, Slate, Slates
 from service.states.interface import StateError, Subject
 from service.telemetry import Metrics
 
@@ -85,7 +85,12 @@ class Settlement:
 
     model: ModelKey
     list_confidence: float
-    is_hit: bool
+    outcome: Outcome
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether the item had been shown."""
+        return self.outcome.rank is not None
 
 
 def settlement(slate: Slate, event: Following) -> Settlement | Unsettled:
@@ -100,10 +105,12 @@ def settlement(slate: Slate, event: Following) -> Settlement | Unsettled:
         return Unsettled.repeated_item
     if len(models) > 1:
         return Unsettled.mixed_models
+    shown = [item_id for page in pages for item_id in page.item_ids]
+    rank = shown.index(event.item_id) + 1 if event.item_id in shown else None
     return Settlement(
         model=models.pop(),
         list_confidence=min(1.0, sum(confidence for page in pages for confidence in page.confidences)),
-        is_hit=any(event.item_id in page.item_ids for page in pages),
+        outcome=Outcome(item_id=event.item_id, rank=rank, arrived_ms=event.arrived_ms),
     )
 
 
@@ -223,7 +230,7 @@ class DriftWatch:
                         self._count(reason)
                 settling = [each for each in found if isinstance(each, Settlement)]
                 left = len(settling)
-                if settling and await self._slates.settle(slate):
+                if settling and await self._slates.settle(slate, settling[0].outcome):
                     self._note(settling[0])
                     left -= 1
                 self._count(Unsettled.settled_before, left)

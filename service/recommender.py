@@ -391,7 +391,7 @@ class Recommender:
             listed = [entry for entry in entries if entry.confidence >= least]
             left_out = [entry for entry in entries if entry.confidence < least]
             kept_out = found.history.seen if asked.exclude_seen else NO_HISTORY.seen
-            return _List(listed, left_out, Basis.of(state, kept_out))
+            return _List(listed, left_out, Basis.of(state, found.history, kept_out))
 
     async def _explanation(self, found: _Found, request: RequestContext) -> Explanation:
         """What the state behind the answer heard, however the state came about."""

@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from model.bundle import Event
 from service.background import Saves
 from service.errors import RecommendationNotFound
 from service.filtered import State
+from service.ranking import History
 from service.schemas import Policy
 from service.states.interface import Store, Subject
 from service.states.scripts import NUM_BUCKETS, bucket
@@ -69,7 +71,7 @@ class Told(_Document):
 class Asked(_Document):
     """What every page of a slate is made from. Exactly one of `subject` and `told` is given."""
 
-    layout: Literal[3] = 3
+    layout: Literal[4] = 4
     recommendation_id: str
     subject: Subject | None
     told: Told | None
@@ -81,22 +83,44 @@ class Asked(_Document):
     min_confidence: float | None
 
 
+class Events(_Document):
+    """The events K that a page's state is of, oldest first: those that the subject's record, or the request, had."""
+
+    count: int
+    """Of all events of the subject, those that were not there any more included."""
+    items: tuple[int, ...]
+    """(K,) numbers in the catalogue of the page's model."""
+    weights: bytes
+    """float32, little-endian, (K,)."""
+    timestamps: bytes
+    """float64, little-endian, (K,) seconds since 1970; NaN where an event has none."""
+
+
 class Basis(_Document):
     """What a page was ranked from. With the slate's policy and filters and the pages before, this makes the page again,
-    or what another seed or policy would have made of it (service.md, "Policies")."""
+    or what another seed, policy or model would have made of it (service.md, "Policies")."""
 
     mean: bytes
     """float32, little-endian, (D,)."""
     precision: bytes
     """float32, little-endian, (D,)."""
+    events: Events
     seen: tuple[int, ...]
     """Numbers, in the catalogue of the page's model, of the items that `exclude_seen` kept out."""
 
     @classmethod
-    def of(cls, state: State, seen: npt.NDArray[np.int64]) -> "Basis":
-        """The basis of a state, to the bit, and of the items that were kept out."""
-        mean, precision = (values.astype("<f4").tobytes() for values in (state.mean, state.precision))
-        return cls(mean=mean, precision=precision, seen=tuple(seen.tolist()))
+    def of(cls, state: State, history: History, seen: npt.NDArray[np.int64]) -> "Basis":
+        """The basis of a state and the history that it is of, to the bit, and of the items that were kept out."""
+        mean, precision, weights = (
+            values.astype("<f4").tobytes() for values in (state.mean, state.precision, history.weights)
+        )
+        events = Events(
+            count=history.count,
+            items=tuple(history.items.tolist()),
+            weights=weights,
+            timestamps=history.timestamps.astype("<f8").tobytes(),
+        )
+        return cls(mean=mean, precision=precision, events=events, seen=tuple(seen.tolist()))
 
     @property
     def state(self) -> State:
@@ -122,6 +146,16 @@ class Page(_Document):
     confidences: tuple[float, ...]
     left_out: tuple[str, ...]
     """Ids of the items that `min_confidence` kept out; later pages go on after them."""
+
+
+class Outcome(_Document):
+    """The event that settled a slate (service.md, "Drift")."""
+
+    item_id: str
+    rank: int | None
+    """The item's place in the pages that had been given out, from 1; None: it was in none."""
+    arrived_ms: int
+    """Since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +244,7 @@ class Slates:
         if parts is None:
             raise RecommendationNotFound("nothing is kept of this recommendation")
         try:
-            asked, *pages = parts
-            slate = Slate(Asked.model_validate_json(_unpack(asked)), tuple(map(_page, pages)))
+            slate = slate_of(parts)
         except (ValidationError, zlib.error) as error:
             # Not pydantic's message: it quotes the value.
             logger.warning("a stored slate cannot be read: %s", type(error).__name__)
@@ -230,13 +263,13 @@ class Slates:
             page = page.model_copy(update={"basis": None})
         return await self._store.append_page(slate.asked.recommendation_id, len(slate.pages), _pack(page))
 
-    async def settle(self, slate: Slate) -> bool:
-        """Note that it is known what followed a slate; False when it was known before, or the slate is gone.
+    async def settle(self, slate: Slate, outcome: Outcome) -> bool:
+        """Note what followed a slate; False when it was known before, or the slate is gone.
 
         Raises:
             StateError: the store cannot say. It may be noted.
         """
-        return await self._store.settle_slate(slate.asked.recommendation_id)
+        return await self._store.settle_slate(slate.asked.recommendation_id, _pack(outcome))
 
     async def finish_saves(self) -> None:
         """Return when no save is under way."""
@@ -252,5 +285,16 @@ def _unpack(packed: bytes) -> bytes:
     return zlib.decompress(packed)
 
 
-def _page(packed: bytes) -> Page:
-    return Page.model_validate_json(_unpack(packed))
+def slate_of(parts: Sequence[bytes]) -> Slate:
+    """A slate as the store has it: what was asked, then the pages.
+
+    Raises:
+        ValidationError, zlib.error: another version of the service kept it.
+    """
+    asked, *pages = map(_unpack, parts)
+    return Slate(Asked.model_validate_json(asked), tuple(map(Page.model_validate_json, pages)))
+
+
+def outcome_of(packed: bytes) -> Outcome:
+    """What followed a slate, as the store has it. Raises as `slate_of`."""
+    return Outcome.model_validate_json(_unpack(packed))

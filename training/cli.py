@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +20,9 @@ from training.config import ConfigError, load_config, override_config
 from training.events import DataConfig
 from training.progress import Reporter, reporter
 from training.tables import DataError
+
+if TYPE_CHECKING:  # it takes torch's seconds to import
+    from training.replay.evaluation import Replay
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
@@ -37,6 +41,8 @@ SECONDS_FOR_THE_FIRST = 5.0
 HOW_TO_READ = "How to read the log where it differs from training, or from the data set named, e.g. format=csv"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 CacheOption = Annotated[Path | None, typer.Option(help="Where data sets are kept; default: the user's cache folder.")]
+SlatesOption = Annotated[Path, typer.Option(help="What `bft-serve export-slates` wrote: the folder, or one file.")]
+RedrawsOption = Annotated[int, typer.Option(min=100, help="Of each list, to know its propensities.")]
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry's folder.")]
 
 
@@ -420,6 +426,59 @@ def retrain(
     raise typer.Exit(job.EXIT_STATUS[run.outcome])
 
 
+@app.command()
+def replay(
+    slates: SlatesOption,
+    bundle: Annotated[Path, typer.Option(help="The bundle that made the lists: its folder, or a registry.")],
+    policy: Annotated[
+        Literal["mean", "lcb", "ucb", "thompson"], typer.Option(help="The target: what would have ordered the lists.")
+    ] = "mean",
+    kappa: Annotated[float, typer.Option(min=0, max=10, help="Of lcb and ucb.")] = 1.0,
+    target: Annotated[
+        Path | None,
+        typer.Option(help="The target's bundle, of the same catalogue; default: that of --bundle."),
+    ] = None,
+    redraws: RedrawsOption = 500,
+    within_s: Annotated[int, typer.Option(min=1, help="How long after a list an event can make it a hit.")] = 900,
+    as_json: AsJson = False,
+) -> None:
+    """Off-policy evaluation: the hit rate that another policy would have had on the lists that were served.
+
+    By inverse propensity scoring (IPS and SNIPS), on lists with support alone: served with policy thompson, by which
+    the target's items had a chance. All others are refused, and counted.
+    """
+    with _errors_as_messages():
+        opened = open_bundle(registries.resolve(bundle))
+        other = open_bundle(registries.resolve(target)) if target else None
+        from training.replay import evaluation
+        from training.replay.slates import Policy, read_slates
+
+        wanted = Policy(name=policy, kappa=kappa if policy in ("lcb", "ucb") else None, seed=None)
+        with reporter() as progress:
+            found = evaluation.replay(read_slates(slates), opened, wanted, other, redraws, within_s, progress)
+    _print(asdict(found) if as_json else _replay_text(found), as_json)
+
+
+@app.command()
+def propensities(
+    slates: SlatesOption,
+    bundle: Annotated[Path, typer.Option(help="The bundle that made the lists: its folder, or a registry.")],
+    out: Annotated[Path, typer.Option(help="JSON-lines file: a line for each item that was shown.")],
+    redraws: RedrawsOption = 500,
+    as_json: AsJson = False,
+) -> None:
+    """How likely each item was to be listed: the share of redraws of its list that list it, with a 95 % interval."""
+    with _errors_as_messages():
+        opened = open_bundle(registries.resolve(bundle))
+        from training.replay.propensities import write_propensities
+        from training.replay.slates import read_slates
+
+        with reporter() as progress:
+            counts = write_propensities(read_slates(slates), opened, redraws, out, progress)
+    text = "\n".join(f"{name}: {number:,}" for name, number in counts.items())
+    _print({"file": str(out), **counts} if as_json else f"{out}\n{text}", as_json)
+
+
 @data_app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(datasets.FETCHABLE)}")],
@@ -604,6 +663,27 @@ def _errors_as_messages() -> Iterator[None]:
 
 def _print(result: Any, as_json: bool) -> None:
     typer.echo(json.dumps(result) if as_json else result)
+
+
+def _replay_text(found: "Replay") -> str:
+    """The estimates as a person reads them."""
+    estimates = found.estimates
+    refused = ", ".join(f"{number:,} {reason}" for reason, number in found.refused.items()) or "none"
+    rates = {
+        "logged": estimates.logged,
+        "target, IPS": estimates.ips,
+        "target, SNIPS": estimates.snips,
+        "SNIPS less logged": estimates.difference,
+    }
+    return "\n".join(
+        [
+            f"{found.lists:,} lists, {found.support:.1%} of them with support; refused: {refused}",
+            f"hits a list, over {estimates.lists:,} lists of {estimates.subjects:,} subjects (95 % interval)",
+            *(f"  {name:18} {rate.value:+.4f} ({rate.low:+.4f} … {rate.high:+.4f})" for name, rate in rates.items()),
+            f"worth {estimates.effective_lists:,.0f} lists of the target; weights: largest"
+            f" {estimates.largest_weight:.1f}, mean {estimates.mean_weight.value:.3f}",
+        ]
+    )
 
 
 def _print_index(index: registries.RegistryIndex, as_json: bool) -> None:

@@ -115,3 +115,16 @@ def equal_mass_bins(confidence: np.ndarray, num_bins: int) -> np.ndarray:
     for index, part in enumerate(np.array_split(np.argsort(confidence, kind="stable"), num_bins)):
         bins[part] = index
     return bins
+
+
+def wilson_interval(successes: np.ndarray | int, trials: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ends of a rate's 95 % interval by Wilson's score, which keeps its level where the rate is near 0 or 1.
+
+    Args:
+        successes: of so many `trials`, 0 to `trials`.
+    """
+    rate, z = np.asarray(successes) / trials, 1.959963984540054
+    centre = (rate + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half = z * np.sqrt(rate * (1 - rate) / trials + z**2 / (4 * trials**2)) / (1 + z**2 / trials)
+    # At 0 and 1 an end is the rate itself, but for rounding.
+    return np.minimum(centre - half, rate), np.maximum(centre + half, rate)

@@ -399,8 +399,8 @@ class Store(Protocol):
         """
         ...
 
-    async def settle_slate(self, recommendation_id: str) -> bool:
-        """Note that it is known what followed a slate; False when that was noted before, or the slate is gone.
+    async def settle_slate(self, recommendation_id: str, outcome: bytes) -> bool:
+        """Note what followed a slate; False, and nothing written, when that was noted before, or the slate is gone.
 
         Of callers who settle one slate at the same time exactly one is told True.
         """

@@ -73,7 +73,7 @@ class _KeptSlate:
     subject: Subject | None
     parts: list[bytes]
     expires_ms: int
-    is_settled: bool = False
+    outcome: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +341,12 @@ class MemoryStore:
         found = (slates.get(recommendation_id) for slates in self._slates.values())
         return next((slate for slate in found if slate is not None), None)
 
-    async def settle_slate(self, recommendation_id: str) -> bool:
+    async def settle_slate(self, recommendation_id: str, outcome: bytes) -> bool:
         """As in `Store`."""
         slate = self._slate(recommendation_id)
-        if slate is None or slate.is_settled:
+        if slate is None or slate.outcome is not None:
             return False
-        slate.is_settled = True
+        slate.outcome = outcome
         return True
 
     async def slates(self, subject: Subject) -> list[SlateRef]:

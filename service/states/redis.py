@@ -80,7 +80,7 @@ class RedisStore:
         timeout_ms: for each of: a free connection, connecting, writing, reading.
         cluster: the server is a Redis Cluster; scripts then go to the node that has the slot.
         replicas: that must have a write before it counts as done, within `timeout_ms`. States, lists when they are
-            first kept, and that a list is settled are not waited for: nobody's data is lost with them.
+            first kept, and what followed a list are not waited for: nobody's data is lost with them.
         cache_form: of the caches of kept states.
         clock: milliseconds since 1970, for erasures and new epochs; keys expire by the server's clock.
     """
@@ -253,10 +253,10 @@ class RedisStore:
         key = scripts.slate_key(recommendation_id)
         return bool(await self._write(scripts.APPEND_PAGE, [key], [num_pages, page]))
 
-    async def settle_slate(self, recommendation_id: str) -> bool:
+    async def settle_slate(self, recommendation_id: str, outcome: bytes) -> bool:
         """As in `Store`."""
         key = scripts.slate_key(recommendation_id)
-        return bool(await self._ask(scripts.SETTLE_SLATE, [key], []))
+        return bool(await self._ask(scripts.SETTLE_SLATE, [key], [outcome]))
 
     async def slates(self, subject: Subject) -> list[SlateRef]:
         """As in `Store`."""
@@ -354,7 +354,7 @@ class RedisStore:
         if not numbers:
             return {}
         fields = [f"n{number}" for number in numbers]
-        with _failures_as_unavailable():
+        with failures_as_unavailable():
             item_ids = await self._commands.execute("HMGET", scripts.UNKNOWN_KEY, *fields)
         return {
             number: item_id.decode() for number, item_id in zip(numbers, item_ids, strict=True) if item_id is not None
@@ -384,7 +384,7 @@ class RedisStore:
 
     async def ping(self) -> None:
         """As in `Store`."""
-        with _failures_as_unavailable():
+        with failures_as_unavailable():
             await self._commands.execute("PING")
 
     async def close(self) -> None:
@@ -395,7 +395,7 @@ class RedisStore:
 
     async def _ask(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
         """A script's reply. Raises StateUnavailable on any failure of redis-py or of the connection."""
-        with _failures_as_unavailable():
+        with failures_as_unavailable():
             return await self._commands.run(script, keys, arguments)
 
     async def _write(self, script: scripts.Script, keys: list[str], arguments: list[Any]) -> Any:
@@ -414,7 +414,7 @@ class RedisStore:
         task = asyncio.create_task(commands)
         self._in_flight.add(task)
         task.add_done_callback(self._landed)
-        with _failures_as_unavailable():
+        with failures_as_unavailable():
             return await asyncio.shield(task)
 
     def _landed(self, task: asyncio.Task[Any]) -> None:
@@ -425,7 +425,8 @@ class RedisStore:
 
 
 @contextmanager
-def _failures_as_unavailable() -> Iterator[None]:
+def failures_as_unavailable() -> Iterator[None]:
+    """Raises StateUnavailable on any failure of redis-py or of the connection."""
     try:
         yield
     except _FAILURES as error:

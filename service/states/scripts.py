@@ -21,6 +21,9 @@ MODELS_KEY = "bft:1:models"
 MAX_MODELS = 256
 """Versions kept in MODELS_KEY, the newest ones; the states of older ones have long expired."""
 
+SLATE_KEYS = f"bft:1:{{b[0-9][0-9][0-9]}}:r:b[0-9][0-9][0-9]-{'[0-9a-f]' * 32}"
+"""Glob of the keys of slates, and of no others: the keys of a user have another letter in the place of the `r`."""
+
 _MODEL_VERSION = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -50,7 +53,7 @@ def bucket_of_slate(recommendation_id: str) -> str:
 
 
 def slate_key(recommendation_id: str) -> str:
-    """A served slate: hash of `a`, what was asked, `p0`, `p1` …, its pages, and `s`, when it is settled."""
+    """A served slate: hash of `a`, what was asked, `p0`, `p1` …, its pages, and `s`, what settled it."""
     return recommendation_key(bucket_of_slate(recommendation_id), recommendation_id)
 
 
@@ -493,11 +496,12 @@ return redis.call('HSETNX', KEYS[1], 'p' .. ARGV[1], ARGV[2])
 """)
 
 SETTLE_SLATE = Script("""
--- Note that it is known what followed a slate; its life time stays.
+-- Note what followed a slate; its life time stays.
 -- KEYS  1 slate
+-- ARGV  1 what followed
 -- Returns 1 when it is noted now; 0 when it was before, or the slate is gone.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-return redis.call('HSETNX', KEYS[1], 's', '1')
+return redis.call('HSETNX', KEYS[1], 's', ARGV[1])
 """)
 
 SEAL_SLATES = Script("""

@@ -25,7 +25,7 @@ from service.context import unhurried
 from service.drift import Drift, DriftWatch, Following, ModelKey, Settlement, Unsettled, drift, settlement
 from service.ingest import Ingest
 from service.schemas import EventIn, Policy, RecommendationRequest, RecommendationResponse
-from service.slates import Asked, Page, Slate, Slates, Told, ToldEvent
+from service.slates import Asked, Outcome, Page, Slate, Slates, Told, ToldEvent
 from service.states import MemoryStore, RedisStore, StateUnavailable, Store, StoreLimits, Subject
 from service.states.scripts import slate_key
 from service.telemetry import Metrics
@@ -78,6 +78,10 @@ def following(item_id: str, *, subject: Subject = ANN, weight: float = 1.0, is_r
     return Following(f"b000-{'0' * 32}", subject, item_id, weight, is_repeated, arrived_ms=2_000)
 
 
+def settled_as(list_confidence: float, item_id: str, rank: int | None) -> Settlement:
+    return Settlement(A_MODEL, list_confidence, Outcome(item_id=item_id, rank=rank, arrived_ms=2_000))
+
+
 TOLD = Told(
     events=(ToldEvent(item_id="told", timestamp_ms=None, weight=1.0),), count=2, other_seen=("told-before-the-window",)
 )
@@ -86,28 +90,28 @@ TOLD = Told(
 @pytest.mark.parametrize(
     ("given", "event", "expected"),
     [
-        (slate(page("x", "y")), following("y"), Settlement(A_MODEL, 0.2, True)),
-        (slate(page("x", "y")), following("z"), Settlement(A_MODEL, 0.2, False)),
-        (slate(page("x", "y")), following("left-out"), Settlement(A_MODEL, 0.2, False)),
-        (slate(page()), following("z"), Settlement(A_MODEL, 0.0, False)),
-        (slate(page("x", "y", each=0.7)), following("y"), Settlement(A_MODEL, 1.0, True)),
-        (slate(page("x"), page("y")), following("y"), Settlement(A_MODEL, 0.2, True)),
-        (slate(page("x"), page("y", made_ms=2_001)), following("y"), Settlement(A_MODEL, 0.1, False)),
-        (slate(page("x", made_ms=9_000)), following("x"), Settlement(A_MODEL, 0.1, True)),
+        (slate(page("x", "y")), following("y"), settled_as(0.2, "y", 2)),
+        (slate(page("x", "y")), following("z"), settled_as(0.2, "z", None)),
+        (slate(page("x", "y")), following("left-out"), settled_as(0.2, "left-out", None)),
+        (slate(page()), following("z"), settled_as(0.0, "z", None)),
+        (slate(page("x", "y", each=0.7)), following("y"), settled_as(1.0, "y", 2)),
+        (slate(page("x"), page("y")), following("y"), settled_as(0.2, "y", 2)),
+        (slate(page("x"), page("y", made_ms=2_001)), following("y"), settled_as(0.1, "y", None)),
+        (slate(page("x", made_ms=9_000)), following("x"), settled_as(0.1, "x", 1)),
         (slate(page("x"), page("y", version="b")), following("y"), Unsettled.mixed_models),
-        (slate(page("x"), page("y", version="b", made_ms=2_001)), following("x"), Settlement(A_MODEL, 0.1, True)),
+        (slate(page("x"), page("y", version="b", made_ms=2_001)), following("x"), settled_as(0.1, "x", 1)),
         (slate(page("x")), following("x", subject=BOB), Unsettled.foreign),
         (slate(page("x")), following("x", subject=Subject("session", "ann")), Unsettled.foreign),
-        (slate(page("x"), subject=None, told=TOLD), following("x", subject=BOB), Settlement(A_MODEL, 0.1, True)),
+        (slate(page("x"), subject=None, told=TOLD), following("x", subject=BOB), settled_as(0.1, "x", 1)),
         (slate(page("x")), following("x", weight=0), Unsettled.weightless),
-        (slate(page("x")), following("x", is_repeated=True), Settlement(A_MODEL, 0.1, True)),
+        (slate(page("x")), following("x", is_repeated=True), settled_as(0.1, "x", 1)),
         (slate(page("x", event="next_new_item")), following("x", is_repeated=True), Unsettled.repeated_item),
-        (slate(page("x", event="next_new_item")), following("x"), Settlement(A_MODEL, 0.1, True)),
+        (slate(page("x", event="next_new_item")), following("x"), settled_as(0.1, "x", 1)),
         *(
             (slate(page("x", event="next_new_item"), subject=None, told=TOLD), following(item), Unsettled.repeated_item)
             for item in ("told", "told-before-the-window")
         ),
-        (slate(page("x"), subject=None, told=TOLD), following("told"), Settlement(A_MODEL, 0.1, False)),
+        (slate(page("x"), subject=None, told=TOLD), following("told"), settled_as(0.1, "told", None)),
     ],
 )
 def test_what_an_event_says_of_a_list(given: Slate, event: Following, expected: Settlement | Unsettled) -> None:
@@ -514,10 +518,10 @@ class FailingStore(RedisStore):
             raise StateUnavailable("not now")
         return await super().load_slate(recommendation_id)
 
-    async def settle_slate(self, recommendation_id: str) -> bool:
+    async def settle_slate(self, recommendation_id: str, outcome: bytes) -> bool:
         if self.broken == "settle_slate":
             raise StateUnavailable("not now")
-        return await super().settle_slate(recommendation_id)
+        return await super().settle_slate(recommendation_id, outcome)
 
 
 @pytest.mark.anyio

@@ -842,10 +842,10 @@ async def test_slate_is_settled_once_and_its_pages_go_on(world: World):
     store = world.open()
     await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked", b"0")
 
-    together = await asyncio.gather(*(store.settle_slate(slate_id("1")) for _ in range(8)))
+    together = await asyncio.gather(*(store.settle_slate(slate_id("1"), b"%d" % caller) for caller in range(8)))
 
     assert sorted(together) == [False] * 7 + [True]
-    assert await store.settle_slate(slate_id("1")) is False
+    assert await store.settle_slate(slate_id("1"), b"late") is False
     assert await store.append_page(slate_id("1"), 1, b"1") is True
     assert await store.append_page(slate_id("1"), 1, b"again") is False
     assert await store.load_slate(slate_id("1")) == [b"asked", b"0", b"1"]
@@ -856,7 +856,7 @@ async def test_slate_that_is_gone_cannot_be_settled(world: World):
     await store.save_slate(slate_id("1"), ANN, NOW_MS, b"asked", b"0")
     await store.erase("ann")
 
-    assert [await store.settle_slate(slate_id(name)) for name in ("1", "2")] == [False, False]
+    assert [await store.settle_slate(slate_id(name), b"0") for name in ("1", "2")] == [False, False]
     assert await store.load_slate(slate_id("1")) is None
 
 
@@ -1825,7 +1825,7 @@ class SideBySide(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99))
     def settle_slate(self, choice: int) -> None:
         if self.slate_ids:
-            self.both("settle_slate", self.slate_ids[choice % len(self.slate_ids)])
+            self.both("settle_slate", self.slate_ids[choice % len(self.slate_ids)], b"what followed")
 
     @rule(user=st.sampled_from([subject.id for subject in SUBJECTS]))
     def erase(self, user: str) -> None:
