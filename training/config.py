@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from model.config import ModelConfig
 from training import datasets
 from training.events import DataConfig
+from training.metadata import MetadataConfig
 from training.splits import SplitName
 
 
@@ -74,6 +75,8 @@ class RunConfig(BaseModel):
     data: DataConfig
     titles: Annotated[Path | None, Field(strict=False)] = None
     """A `.item` or CSV file with the items' titles."""
+    metadata: MetadataConfig | None = None
+    """What is known of the items, so that those added at run time can be placed among the trained ones."""
     split: SplitName = "leave_one_out"
     event: Literal["auto", "next_new_item", "next_item"] = "auto"
     """What a confidence is the probability of; `auto`: `next_new_item` unless users repeat items."""

@@ -22,6 +22,7 @@ from model import registry
 from model.backbone import Backbone
 from model.build import build_model
 from model.bundle import (
+    NEW_ITEMS,
     Bundle,
     Calibration,
     CalibrationReport,
@@ -32,6 +33,7 @@ from model.bundle import (
     write_bundle,
 )
 from model.config import FIRST_ITEM
+from model.new_items import NewItems, write_new_items
 from model.onnx.export import export_graphs
 from training import calibration as calibrating
 from training import evaluate
@@ -41,6 +43,8 @@ from training.distributed import ALONE, World
 from training.events import DataConfig, LogFacts, read_events
 from training.files import write_whole
 from training.loop import TrainState, fit, micro_batches
+from training.metadata import MetadataTable, read_metadata
+from training.new_items import fit_new_items
 from training.progress import Reporter
 from training.splits import MIN_EVENTS_LEAVE_ONE_OUT, Split, SplitName, Targets, make_split, training_counts
 from training.streaming import stream_log
@@ -50,7 +54,7 @@ REPEAT_SHARE = 0.01
 """`event: auto` means `next_item` when more than this share of the validation targets were had before."""
 SHARDS = "shards"
 """Folder, in the run's own, of a streamed log's training histories; deleted when the run has ended well."""
-PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True}
+PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True, "metadata": {"path"}}
 """What a record leaves out of the configuration: paths mean nothing on another machine."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
 
@@ -72,6 +76,7 @@ class Prepared:
     split: Split
     """Its training histories are in memory, or in shards on the disk."""
     event: Event
+    metadata: MetadataTable | None = None
 
 
 def train(
@@ -94,7 +99,8 @@ def train(
         world: the processes that train together. The first one reads the log and writes the files.
 
     Raises:
-        DataError: the log cannot be read, or leaves nobody to train on, validate with or test on.
+        DataError: the log, titles or metadata cannot be read, the log leaves nobody to train on, validate with or test
+            on, or too few trained items have metadata.
         ConfigError: training diverged, or the batches cannot be shared evenly by the processes.
         ExportError: torch and ONNX Runtime disagree. Nothing is published then.
     """
@@ -118,9 +124,11 @@ def train(
     report.stage("ranking the whole catalogue for every test user")
     figures = test_figures(model, prepared, calibration, world)
 
+    item_ids = prepared.catalog.item_ids.to_list()
+    new_items, fitted = world.from_first(lambda: fit_new_items(model, item_ids, prepared.metadata))
     report.stage("exporting to ONNX and comparing with torch")
-    record = _record(config, prepared, state, figures, command, time.monotonic() - begun, world)
-    bundle = world.from_first(lambda: _deliver(model.cpu(), prepared, calibration, record, out))
+    record = _record(config, prepared, state, figures, fitted, command, time.monotonic() - begun, world)
+    bundle = world.from_first(lambda: _deliver(model.cpu(), prepared, calibration, new_items, record, out))
     report.stage(f"published {config.model_name} {bundle.name}")
     return TrainedModel(bundle, record)
 
@@ -137,10 +145,17 @@ def _settled(config: RunConfig, out: Path, world: World) -> RunConfig:
     )
 
 
-def _deliver(model: Backbone, prepared: Prepared, calibration: Calibration, record: dict[str, Any], out: Path) -> Path:
+def _deliver(
+    model: Backbone,
+    prepared: Prepared,
+    calibration: Calibration,
+    new_items: NewItems,
+    record: dict[str, Any],
+    out: Path,
+) -> Path:
     """Publish the bundle and write the run's record; returns the bundle's folder."""
     calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
-    bundle = publish(model, prepared, calibration, record, out / "registry")
+    bundle = publish(model, prepared, calibration, new_items, record, out / "registry")
     write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
     shutil.rmtree(out / SHARDS, ignore_errors=True)
     return bundle
@@ -163,7 +178,8 @@ def prepare(config: RunConfig, shards: Path | None = None) -> Prepared:
     _require(config.data.path, split, "training", int(catalog.training_counts.sum()))
     _require(config.data.path, split, "validation", len(split.validation))
     _require(config.data.path, split, "test", len(split.test))
-    return Prepared(log, catalog, split, resolve_event(config.event, split.validation))
+    metadata = None if config.metadata is None else read_metadata(config.metadata)
+    return Prepared(log, catalog, split, resolve_event(config.event, split.validation), metadata)
 
 
 def _read_split(
@@ -241,7 +257,12 @@ def prepare_for(bundle: Bundle, data: DataConfig) -> Prepared:
 
 
 def publish(
-    model: Backbone, prepared: Prepared, calibration: Calibration, record: dict[str, Any], folder: Path
+    model: Backbone,
+    prepared: Prepared,
+    calibration: Calibration,
+    new_items: NewItems,
+    record: dict[str, Any],
+    folder: Path,
 ) -> Path:
     """Write the bundle into a registry and make it the current one; returns the bundle's folder."""
     catalog = prepared.catalog
@@ -252,6 +273,7 @@ def publish(
         custom_ops.update(exported.custom_ops)
         frame = items_frame(catalog.item_ids.to_list(), catalog.training_counts, catalog.titles.to_list())
         frame.write_parquet(staging / "items.parquet")
+        write_new_items(new_items, staging / NEW_ITEMS)
         (staging / "calibration.json").write_text(calibration.model_dump_json(indent=2) + "\n")
         golden: dict[str, Any] = dict(golden_arrays(exported.golden))
         np.savez(staging / "golden.npz", **golden)
@@ -266,7 +288,7 @@ def publish(
         "custom_ops": custom_ops,
         "data": record["data"],
         "metrics": record["test"],
-        "training": {key: record[key] for key in ("config", "command", "commit", "best_epoch", "seconds")},
+        "training": {key: record[key] for key in ("config", "command", "commit", "best_epoch", "seconds", "new_items")},
         "versions": record["versions"],
     }
     bundle = write_bundle(folder, manifest, fill)
@@ -305,6 +327,7 @@ def _record(
     prepared: Prepared,
     state: TrainState,
     figures: dict[str, Any],
+    fitted: dict[str, Any],
     command: Sequence[str],
     seconds: float,
     world: World,
@@ -318,6 +341,7 @@ def _record(
         "data": {"source": config.data.path.name, **prepared.log.summary(), **prepared.split.summary()},
         "event": prepared.event,
         "best_epoch": state.best_epoch,
+        "new_items": fitted,
         "seconds": {"training": round(state.seconds, 1), "total": round(seconds, 1)},
         "processes": world.size,
         "device": world.device.type,
