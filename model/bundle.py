@@ -58,6 +58,12 @@ FEATURES = (
 """Inputs of the confidence map, in order (math.md, "Scoring and its uncertainty")."""
 
 
+ITEM_FEATURES = ("log_variance", "log_training_count")
+"""Those of them in which an item that was never trained lies outside everything that the map was fitted on."""
+UNTRAINED_DEVIATIONS = 3.0
+"""How unfavourable, in standard deviations of the fit, each of these is taken to be for such an item, at the least."""
+
+
 class BundleError(Exception):
     """A bundle is missing, damaged or of another format; the message names the folder, the file, the cure."""
 
@@ -108,15 +114,22 @@ class Calibration(Strict):
             raise ValueError(f"the weight of {FEATURES[0]} is negative; a confidence rises with the probability")
         return self
 
-    def confidence(self, features: dict[str, np.ndarray]) -> np.ndarray:
+    def confidence(self, features: dict[str, np.ndarray], untrained: np.ndarray | None = None) -> np.ndarray:
         """Calibrated probability, in (0, 1), that each item is the user's next event.
+
+        An item that was never trained never gains by that: where the map would follow its variance or its count of 0
+        upwards, far beyond what it was fitted on, the item counts as the least favourable trained one.
 
         Args:
             features: name → array; arrays broadcast against each other, users along axis 0.
+            untrained: which items were never trained, broadcasting too; None: none.
         """
         logit: Any = self.bias
         for name, mean, std, weight in zip(self.features, self.mean, self.std, self.weights, strict=True):
-            logit = logit + weight * (features[name] - mean) / std
+            part = weight * (features[name] - mean) / std
+            if untrained is not None and name in ITEM_FEATURES:
+                part = np.where(untrained, np.minimum(part, -UNTRAINED_DEVIATIONS * abs(weight)), part)
+            logit = logit + part
         # σ by its logarithm: 1/(1 + exp(−x)) overflows for a far negative x.
         return np.asarray(np.exp(-np.logaddexp(0, -np.asarray(logit, np.float64))))
 
@@ -377,7 +390,7 @@ def open_bundle(folder: Path | str) -> Bundle:
         raise BundleError(f"{folder}: {NEW_ITEMS} cannot be read ({error}); export the bundle again") from error
     if len(new_items.mean) != manifest.model.width:
         raise BundleError(
-            f"{folder}: {NEW_ITEMS} is of width {len(new_items.mean)}, {MANIFEST} says {manifest.model.width}; re-export"
+            f"{folder}: {NEW_ITEMS} has width {len(new_items.mean)}, {MANIFEST} says {manifest.model.width}; re-export"
         )
     if len(items) != manifest.num_items:
         raise BundleError(

@@ -9,7 +9,7 @@ D width · F features · C columns of the metadata
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -178,12 +178,10 @@ class NewItems:
         variance = self.untrained_variance + len(self.mean) * residual
         return NewItem(mean.astype(np.float32), float(variance), is_regressed)
 
-    def misfits(self, metadata: Metadata) -> Iterator[tuple[Column, Value]]:
+    def misfits(self, metadata: Metadata) -> list[Column]:
         """The known columns to which the metadata give a value of another kind."""
-        for column in () if self.regression is None else self.regression.columns:
-            value = metadata.get(column.name)
-            if value is not None and not column.accepts(value):
-                yield column, value
+        columns = () if self.regression is None else self.regression.columns
+        return [column for column in columns if not column.accepts(metadata.get(column.name))]
 
     def unused(self, metadata: Metadata) -> list[str]:
         """Names in the metadata that say nothing here: no such column, or no value that trained items had."""

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from model.bundle import Event
 from service.background import Saves
+from service.candidates import Candidates
 from service.errors import RecommendationNotFound
 from service.filtered import State
 from service.schemas import Policy
@@ -69,7 +70,7 @@ class Told(_Document):
 class Asked(_Document):
     """What every page of a slate is made from. Exactly one of `subject` and `told` is given."""
 
-    layout: Literal[3] = 3
+    layout: Literal[4] = 4
     recommendation_id: str
     subject: Subject | None
     told: Told | None
@@ -91,12 +92,23 @@ class Basis(_Document):
     """float32, little-endian, (D,)."""
     seen: tuple[int, ...]
     """Numbers, in the catalogue of the page's model, of the items that `exclude_seen` kept out."""
+    seen_added: tuple[str, ...]
+    """Ids of the items added at run time that it kept out: these have no lasting number."""
+    items_version: int
+    """Of the items added at run time that could be listed."""
 
     @classmethod
-    def of(cls, state: State, seen: npt.NDArray[np.int64]) -> "Basis":
-        """The basis of a state, to the bit, and of the items that were kept out."""
+    def of(cls, state: State, seen: npt.NDArray[np.int64], candidates: Candidates) -> "Basis":
+        """The basis of a state, to the bit, and of the candidates that were kept out."""
         mean, precision = (values.astype("<f4").tobytes() for values in (state.mean, state.precision))
-        return cls(mean=mean, precision=precision, seen=tuple(seen.tolist()))
+        is_added = candidates.is_added(seen)
+        return cls(
+            mean=mean,
+            precision=precision,
+            seen=tuple(seen[~is_added].tolist()),
+            seen_added=tuple(map(candidates.item_id, seen[is_added].tolist())),
+            items_version=candidates.source.version,
+        )
 
     @property
     def state(self) -> State:

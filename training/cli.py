@@ -56,7 +56,8 @@ def fit(
     metadata: Annotated[
         Path | None,
         typer.Option(
-            help="What is known of the items (.item, .csv, .parquet), for items added at run time; same as metadata.path=…"
+            help="What is known of the items (.item, .csv, .parquet), for those added at run time; same as"
+            " metadata.path=…"
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The run's folder; the bundle goes to OUT/registry.")] = Path("runs/latest"),

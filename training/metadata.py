@@ -55,8 +55,9 @@ def read_metadata(config: MetadataConfig) -> MetadataTable:
     path, suffix = config.path, config.path.suffix.lower()
     if suffix not in (".item", ".csv", ".parquet") or not path.is_file():
         raise DataError(f"{path} is not a metadata file; accepted: an existing .item, .csv or .parquet file")
+    declared: dict[str, Kind] = {}
     if suffix == ".parquet":
-        frame, declared = _read_parquet(path), {}
+        frame = _read_parquet(path)
     else:
         frame, declared = _read_text(path, recbole=suffix == ".item")
     offered = [name for name in frame.columns if name not in ("line", "item_id")]

@@ -52,7 +52,8 @@ def fit_new_items(
     """
     catalogue = model.catalogue().double().cpu().numpy()
     mean = catalogue.mean(0)
-    regression, summary = None, {}
+    regression: Regression | None = None
+    summary: dict[str, Any] = {}
     if metadata is not None:
         is_trained = (model.log_count > 0).tolist()
         rows = [row for row, item_id in enumerate(item_ids) if is_trained[row] and item_id in metadata.rows]
@@ -139,7 +140,7 @@ def _column(name: str, kind: Kind, rows: Sequence[Metadata]) -> Column:
     if kind == "number":
         # One that no item has would have no range.
         return Column(name, kind) if values else Column(name, "category")
-    uses = Counter(text for value in values for text in {*([value] if isinstance(value, str) else value)})
+    uses = Counter(text for value in values for text in ({value} if isinstance(value, str) else set(value)))  # type: ignore[arg-type]  # no number
     frequent = sorted(uses, key=lambda text: (-uses[text], text))[:MAX_TEXTS]
     return Column(name, kind, tuple(sorted(text for text in frequent if uses[text] >= MIN_USES)))
 

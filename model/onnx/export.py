@@ -110,8 +110,8 @@ class ExplainerGraph(nn.Module):
 
 
 class RankerGraph(nn.Module):
-    """State → list: `ranker.onnx`. The item table, as the head reads it, is a buffer; T and c stay inputs, and so do the
-    items that were added since."""
+    """State → list: `ranker.onnx`. The item table, as the head reads it, is a buffer; T and c stay inputs, as do the items
+    that were added since."""
 
     item_table: Tensor
     candidate_variance: Tensor

@@ -195,8 +195,8 @@ def GaussianTopK(
     to order by, `order_mean`, `order_variance` (P,D); `order_shrinkage` s and `order_kappa` κ (P,).
 
     Outputs: per listed item (B,k) `numbers`, `order_key` (what the list is ordered by), `logit` (both −inf where fewer
-    than k are left), `score_mean`, `score_variance`, `reliability` (NaN without variance); per user (B,) `log_partition` of logit/T, `entropy` in nats; −inf
-    and 0 for one who has seen everything.
+    than k are left), `score_mean`, `score_variance`, `reliability` (NaN without variance); per user (B,)
+    `log_partition` of logit/T, `entropy` in nats; −inf and 0 for one who has seen everything.
     """
     # Each step over all items is a pass over B·W numbers, so as much as possible happens before, to the small inputs
     # and to the constant tables, which are worked out once when the graph is loaded. So the added items are not rows of
@@ -236,17 +236,17 @@ def GaussianTopK(
     order_energy = op.ReduceMean(order_mean * order_mean + order_variance, [-1], keepdims=1)
     zeros_P1 = op.Expand(op.CastLike(op.Constant(value_floats=[0.0]), mean), op.Shape(order_energy))
     order_uncertainty = op.Concat(order_variance, order_energy, zeros_P1, axis=1)
-    order_scale = op.Unsqueeze(variance_scale * order_shrinkage, [1])
-    order_bonus = op.Unsqueeze(order_kappa / temperature, [1])
-    order_variance_by_item = op.MatMul(order_uncertainty, spread_by_item)
-    order_known = op.MatMul(order_mean / temperature, from_average) / op.Sqrt(
-        1.0 + order_scale * order_variance_by_item
-    ) + order_bonus * op.Sqrt(order_variance_by_item)
-    order_added_variance = op.MatMul(order_uncertainty, added_spread_by_item)
-    order_added = op.MatMul(order_mean / temperature, added_from_average) / op.Sqrt(
-        1.0 + order_scale * order_added_variance
-    ) + order_bonus * op.Sqrt(order_added_variance)
-    order_tempered = op.Concat(order_known, order_added, axis=1)
+    order_centred = op.Concat(
+        op.MatMul(order_mean / temperature, from_average),
+        op.MatMul(order_mean / temperature, added_from_average),
+        axis=1,
+    )
+    order_score_variance = op.Concat(
+        op.MatMul(order_uncertainty, spread_by_item), op.MatMul(order_uncertainty, added_spread_by_item), axis=1
+    )
+    order_inflation = 1.0 + op.Unsqueeze(variance_scale * order_shrinkage, [1]) * order_score_variance
+    order_bonus = op.Unsqueeze(order_kappa / temperature, [1]) * op.Sqrt(order_score_variance)
+    order_tempered = order_centred / op.Sqrt(order_inflation) + order_bonus
     ordered = op.ScatterND(tempered, op.Unsqueeze(order_rows, [1]), order_tempered)
 
     listable = op.ScatterElements(ordered, blocked, op.Expand(never, op.Shape(blocked)), axis=1)
@@ -254,9 +254,9 @@ def GaussianTopK(
     order_key = tempered_key * temperature
     # Each from its own table; a row of zeros, so that there is one to read where nothing was added.
     num_known = op.Shape(items, start=0, end=1)
-    is_known = numbers < num_known
-    known_row = op.Min(numbers, num_known - 1)
-    added_row = op.Max(numbers - num_known, 0)
+    is_known = op.Less(numbers, num_known)
+    known_row = op.Min(numbers, op.Sub(num_known, op.Constant(value_ints=[1])))
+    added_row = op.Max(op.Sub(numbers, num_known), op.Constant(value_ints=[0]))
     zero_row = op.Expand(op.CastLike(op.Constant(value_floats=[0.0]), mean), op.Shape(added_items, start=1, end=2))
     added_or_zero = op.Concat(added_items, op.Unsqueeze(zero_row, [0]), axis=0)
     added_variance_or_zero = op.Concat(added_variance, op.CastLike(op.Constant(value_floats=[0.0]), mean), axis=0)
