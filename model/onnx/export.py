@@ -110,7 +110,7 @@ class ExplainerGraph(nn.Module):
 
 
 class RankerGraph(nn.Module):
-    """State → list: `ranker.onnx`. The item table, as the head reads it, is a buffer; T and c stay inputs, as do the items
+    """State → list: `ranker.onnx`. The item table, as the head reads it, is a buffer; T and c stay inputs, as do items
     that were added since."""
 
     item_table: Tensor

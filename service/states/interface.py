@@ -2,8 +2,9 @@
 
 A store keeps, per user or anonymous session, the last `max_len` events, the set of items ever seen, the
 identities of recent events, the encoded states of models and the slates that were served, and it hands every
-event to retraining through an outbox. It also keeps the items that were added at run time, once for all. It promises: every call is atomic per subject, events with an identity
-are stored once, and no value of another subject is ever returned.
+event to retraining through an outbox. It also keeps the items that were added at run time, once for all. It
+promises: every call is atomic per subject, events with an identity are stored once, and no value of another
+subject is ever returned.
 
     StateError              base
     ├── StateUnavailable    the world: time-out, connection, server error. A write may have happened
@@ -316,8 +317,8 @@ def check_batch(events: Sequence[Event]) -> None:
 
 
 class Store(Protocol):
-    """The verbs. Every method may raise StateUnavailable, and those that append, absorb, close, turn pages, erase, number,
-    put and remove may raise NotReplicated; further errors are named per method."""
+    """The verbs. Every method may raise StateUnavailable, and those that append, absorb, close, turn pages, erase,
+    number, put and remove may raise NotReplicated; further errors are named per method."""
 
     def server_of(self, key: str) -> str:
         """The server that has a key, as far as it is known; empty when there is one alone. Asks nobody."""
