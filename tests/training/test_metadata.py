@@ -94,5 +94,5 @@ def test_a_table_that_cannot_be_used_is_refused_with_what_is_wrong(
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = written(tmp_path, "items.csv", "item_id,year\n1,2\n")
 
-    with pytest.raises(DataError, match="no column 'yaer', which metadata.columns names; its columns: year"):
+    with pytest.raises(DataError, match=r"no column 'yaer', which metadata\.columns names; its columns: year"):
         read_metadata(config.model_copy(update={"columns": {"yaer": "number"}}))
