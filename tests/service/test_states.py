@@ -1800,6 +1800,7 @@ SMALL = StoreLimits(
     session_ttl_s=86_400,
     slate_ttl_s=86_400,
     slate_limit=3,
+    added_limit=3,
 )
 
 
@@ -1916,6 +1917,14 @@ class SideBySide(RuleBasedStateMachine):
         self.both("numbers_for_unknown", item_ids)
         self.both("ids_for_unknown", [UNKNOWN_BASE + number for number in range(6)])
 
+    @rule(item_id=st.sampled_from("abcdef"), metadata=st.sampled_from(["{}", '{"year":1.0}']))
+    def put_item(self, item_id: str, metadata: str) -> None:
+        self.both("put_item", item_id, metadata)
+
+    @rule(item_id=st.sampled_from("abcdef"))
+    def remove_item(self, item_id: str) -> None:
+        self.both("remove_item", item_id)
+
     @rule()
     def outbox_fill(self) -> None:
         self.both("outbox_fill")
@@ -1932,6 +1941,8 @@ class SideBySide(RuleBasedStateMachine):
             assert in_memory == in_server
         for each in self.slate_ids[-5:]:
             self.both("load_slate", each)
+        # The clock moves both alike, so the versions agree too.
+        self.both("added_items", -1)
         for bucket_name in {bucket(subject.id) for subject in SUBJECTS}:
             assert self.memory.outbox_entries(bucket_name) == outbox_in(self.client, bucket_name)
 
