@@ -8,8 +8,8 @@ events before it, by the bundle's own graphs and the service's own ranking. Thre
 them and their metadata, with them and no metadata. An event on a new item is read as UNK and makes the item seen.
 
 Told, of the lists of ten: the share of places that new items take against their share of the events that followed
-("never crowding out"); the mean confidence of these places against how many of them hit; NDCG@10 of the other items
-before and after, paired.
+("never crowding out"); the mean confidence of these places, and of the ten best new items for each event wherever they
+stand, against how many of them hit; NDCG@10 of the other items before and after, paired.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,8 +103,8 @@ def train(events: pl.DataFrame, arguments: argparse.Namespace, folder: Path) -> 
 
 
 class Judged(dict[str, np.ndarray]):
-    """Of each predicted event, in the log's order: `is_new`, `rank` of its item among the ten (inf: not there), and of
-    each place of its list `place_is_new`, `place_confidence`, `place_is_hit`."""
+    """Of each predicted event, in the log's order: `is_new`, and `rank` of its item among the ten (inf: not there). Of
+    all places of all lists `place_is_new`, `place_confidence`, `place_is_hit`; of lists of new items alone `new_…`."""
 
 
 class Question(NamedTuple):
@@ -145,30 +146,31 @@ def judge(
     states: list[State],
     new_ids: set[str],
 ) -> Judged:
-    """The list of each question, as the service makes it."""
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("is_new", "rank", "place_is_new", "place_confidence", "place_is_hit")
-    }
+    """The list of each question, and its best new items alone, as the service makes them."""
     event, max_len = bundle.calibration.event, bundle.manifest.model.max_len
+    added = [number for item_id in candidates.added_ids if (number := candidates.number(item_id)) is not None]
+    columns: defaultdict[str, list[Any]] = defaultdict(list)
     for first in range(0, len(asked), BATCH):
         batch = slice(first, first + BATCH)
         histories = [told_history(question.events, max_len, candidates) for question in asked[batch]]
-        chosen = [ranking.filters(history, event, len(candidates), True, (), None) for history in histories]
-        lists = engine.run_rows(
-            RANKER,
-            [
-                RankerRow(state, each.seen, each.blocked, LIST_LENGTH, added=candidates.added_rows)
-                for state, each in zip(states[batch], chosen, strict=True)
-            ],
-        )
-        for question, history, each, ranked in zip(asked[batch], histories, chosen, lists, strict=True):
-            listed = ranking.entries(ranked, bundle.calibration, candidates, each.seen, history.count)
-            ids = [candidates.item_id(entry.number) for entry in listed]
-            columns["is_new"].append(question.item_id in new_ids)
-            columns["rank"].append(ids.index(question.item_id) + 1 if question.item_id in ids else np.inf)
-            columns["place_is_new"].append(candidates.is_added(ranked.items))
-            columns["place_confidence"].append([entry.confidence for entry in listed])
-            columns["place_is_hit"].append([item_id == question.item_id for item_id in ids])
+        for kind, allowed in (("place", None), ("new", added)):
+            chosen = [ranking.filters(history, event, len(candidates), True, (), allowed) for history in histories]
+            lists = engine.run_rows(
+                RANKER,
+                [
+                    RankerRow(state, each.seen, each.blocked, LIST_LENGTH, added=candidates.added_rows)
+                    for state, each in zip(states[batch], chosen, strict=True)
+                ],
+            )
+            for question, history, each, ranked in zip(asked[batch], histories, chosen, lists, strict=True):
+                listed = ranking.entries(ranked, bundle.calibration, candidates, each.seen, history.count)
+                ids = [candidates.item_id(entry.number) for entry in listed]
+                columns[f"{kind}_confidence"] += [entry.confidence for entry in listed]
+                columns[f"{kind}_is_hit"] += [item_id == question.item_id for item_id in ids]
+                columns[f"{kind}_is_new"] += candidates.is_added(ranked.items).tolist()
+                if kind == "place":
+                    columns["is_new"].append(question.item_id in new_ids)
+                    columns["rank"].append(ids.index(question.item_id) + 1 if question.item_id in ids else np.inf)
     return Judged({name: np.array(values) for name, values in columns.items()})
 
 
@@ -196,6 +198,8 @@ def rows(judged: dict[str, Judged], bundle: Bundle) -> list[dict[str, Any]]:
             row(f"{name}: places", num_places),
             row(f"{name}: mean confidence there", stated),
             row(f"{name}: share of them that hit", realised),
+            row(f"{name}: mean confidence of each list's ten best new items", float(each["new_confidence"].mean())),
+            row(f"{name}: share of these that hit", float(each["new_is_hit"].mean())),
             row(f"{name}: mean confidence elsewhere", float(confidence[~is_place].mean())),
             row(f"{name}: share of those that hit", float(is_hit[~is_place].mean())),
             row(f"{name}: HR@10 of new items", float((each["rank"][each["is_new"]] <= 10).mean())),

@@ -113,6 +113,7 @@ def test_shapes_that_do_not_belong_together_are_named() -> None:
         (lambda path: np.savez(path, mean=np.zeros(2)), f"{NEW_ITEMS} cannot be read"),
         (lambda path: write_new_items(NewItems(np.zeros(3), 1.0, 0.0), path), f"{NEW_ITEMS} has width 3"),
     ],
+    ids=["no archive", "pickled", "arrays missing", "another width"],
 )
 def test_a_bundle_with_a_damaged_file_is_refused_by_name(tmp_path: Path, change: Any, says: str) -> None:
     bundle = write(tmp_path, change=lambda staging: change(staging / NEW_ITEMS))
