@@ -14,10 +14,12 @@ import torch
 
 from model import registry
 from model.build import build_model
-from model.bundle import FEATURES, RANKER, Calibration, golden_arrays, items_frame, open_bundle, write_bundle
+from model.bundle import FEATURES, NEW_ITEMS, RANKER, Calibration, golden_arrays, items_frame, open_bundle, write_bundle
 from model.config import FIRST_ITEM, PAD, ModelConfig
+from model.new_items import write_new_items
 from model.onnx.export import export_graphs
 from model.registry import resolve
+from training.new_items import fit_new_items
 
 BY_ITEM = ("item_table", "candidate_variance")
 """The ranker's tensors with a row for each special token and item."""
@@ -72,6 +74,7 @@ def publish_random(folder: Path, num_items: int, **settings: Any) -> Path:
         manifest.update(custom_ops=exported.custom_ops, parity_tolerance=exported.tolerance)
         ids = [item_id(number) for number in range(num_items)]
         items_frame(ids, counts.numpy(), [None] * num_items).write_parquet(staging / "items.parquet")
+        write_new_items(fit_new_items(model).new_items, staging / NEW_ITEMS)
         (staging / "calibration.json").write_text(calibration.model_dump_json())
         golden: dict[str, Any] = dict(golden_arrays(exported.golden))
         np.savez(staging / "golden.npz", **golden)

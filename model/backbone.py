@@ -119,16 +119,16 @@ class Backbone(nn.Module, ABC):
             state: mean and precision (R,D).
             items_M: catalogue rows (item number − FIRST_ITEM), or None.
         """
-        catalogue = self.catalogue()
+        catalogue, variance = self.catalogue(), self.head.candidate_variance(self.log_count)
         mean = catalogue.mean(0)
         if items_M is None:
-            return self.head(state, catalogue, self.log_count, mean)
-        return self.head(state, catalogue[items_M], self.log_count[items_M], mean)
+            return self.head(state, catalogue, variance, mean)
+        return self.head(state, catalogue[items_M], variance[items_M], mean)
 
     def score_pairs(self, state: Gaussian, items_R: Tensor) -> Scores:
         """Scores (R,) of one catalogue row for each state (R,D)."""
-        catalogue = self.catalogue()
-        return self.head.pairs(state, catalogue[items_R], self.log_count[items_R], catalogue.mean(0))
+        catalogue, variance = self.catalogue(), self.head.candidate_variance(self.log_count)
+        return self.head.pairs(state, catalogue[items_R], variance[items_R], catalogue.mean(0))
 
     def embed(self, items_BT: Tensor) -> Tensor:
         """Item embeddings (B,T,D), scaled by √D; what the model has not learned as an input is read as UNK."""

@@ -8,6 +8,7 @@ Files (architecture.md, "The bundle"):
     model.safetensors    the weights: torch's, by their names there, and what else the graphs hold; the graphs point
                          into it, so that each is on the disk, and mapped into memory, once
     items.parquet        number ↔ id, training count, title
+    new_items.npz        what is believed of items that were never trained, by their metadata
     calibration.json     temperature and confidence map
     golden.npz           inputs and outputs for the parity check on load
     manifest.json        what the model is, and the sha256 of every other file
@@ -32,13 +33,15 @@ import polars as pl
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from model.config import FIRST_ITEM, ModelConfig
+from model.new_items import NewItems, read_new_items
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 PARITY_TOLERANCE = 1e-5
 """|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold"); more for a model whose
 own rounding is more, see `Manifest.parity_tolerance`."""
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
+NEW_ITEMS = "new_items.npz"
 ENCODER, STEP, RANKER, EXPLAINER = GRAPHS = "encoder", "step", "ranker", "explainer"
 """The graphs; a bundle has `step` if its backbone is causal, and always the others."""
 
@@ -54,6 +57,12 @@ FEATURES = (
     "log_num_events",
 )
 """Inputs of the confidence map, in order (math.md, "Scoring and its uncertainty")."""
+
+
+ITEM_FEATURES = ("log_variance", "log_training_count")
+"""Those of them in which an item that was never trained lies outside everything that the map was fitted on."""
+UNTRAINED_DEVIATIONS = 3.0
+"""How unfavourable, in standard deviations of the fit, each of these is taken to be for such an item, at the least."""
 
 
 class BundleError(Exception):
@@ -106,15 +115,22 @@ class Calibration(Strict):
             raise ValueError(f"the weight of {FEATURES[0]} is negative; a confidence rises with the probability")
         return self
 
-    def confidence(self, features: dict[str, np.ndarray]) -> np.ndarray:
+    def confidence(self, features: dict[str, np.ndarray], untrained: np.ndarray | None = None) -> np.ndarray:
         """Calibrated probability, in (0, 1), that each item is the user's next event.
+
+        An item that was never trained never gains by that: where the map would follow its variance or its count of 0
+        upwards, far beyond what it was fitted on, the item counts as the least favourable trained one.
 
         Args:
             features: name → array; arrays broadcast against each other, users along axis 0.
+            untrained: which items were never trained, broadcasting too; None: none.
         """
         logit: Any = self.bias
         for name, mean, std, weight in zip(self.features, self.mean, self.std, self.weights, strict=True):
-            logit = logit + weight * (features[name] - mean) / std
+            part = weight * (features[name] - mean) / std
+            if untrained is not None and name in ITEM_FEATURES:
+                part = np.where(untrained, np.minimum(part, -UNTRAINED_DEVIATIONS * abs(weight)), part)
+            logit = logit + part
         # σ by its logarithm: 1/(1 + exp(−x)) overflows for a far negative x.
         return np.asarray(np.exp(-np.logaddexp(0, -np.asarray(logit, np.float64))))
 
@@ -207,7 +223,8 @@ class Manifest(Strict):
 
 def file_names(graphs: Iterable[str]) -> tuple[str, ...]:
     """The files of a bundle with these graphs, but the manifest."""
-    return (*(f"{graph}.onnx" for graph in graphs), WEIGHTS, "items.parquet", "calibration.json", "golden.npz")
+    graph_files = (f"{graph}.onnx" for graph in graphs)
+    return (*graph_files, WEIGHTS, "items.parquet", NEW_ITEMS, "calibration.json", "golden.npz")
 
 
 class Items:
@@ -330,6 +347,7 @@ class Bundle:
     manifest: Manifest
     calibration: Calibration
     items: Items
+    new_items: NewItems
 
     def graph_path(self, graph: str) -> Path:
         """Path of one of the manifest's `graphs`."""
@@ -372,6 +390,14 @@ def open_bundle(folder: Path | str) -> Bundle:
         raise BundleError(f"{folder}: items.parquet cannot be read ({error}); publish the bundle again") from error
     except BundleError as error:
         raise BundleError(f"{folder}: {error}") from error
+    try:
+        new_items = read_new_items(folder / NEW_ITEMS)
+    except ValueError as error:
+        raise BundleError(f"{folder}: {NEW_ITEMS} cannot be read ({error}); export the bundle again") from error
+    if len(new_items.mean) != manifest.model.width:
+        raise BundleError(
+            f"{folder}: {NEW_ITEMS} has width {len(new_items.mean)}, {MANIFEST} says {manifest.model.width}; re-export"
+        )
     if len(items) != manifest.num_items:
         raise BundleError(
             f"{folder}: items.parquet has {len(items)} items, {MANIFEST} says {manifest.num_items}; re-export"
@@ -380,7 +406,7 @@ def open_bundle(folder: Path | str) -> Bundle:
         raise BundleError(
             f"{folder}: calibration.json is for event {calibration.event}, {MANIFEST} for {manifest.event}; re-export"
         )
-    return Bundle(folder, manifest, calibration, items)
+    return Bundle(folder, manifest, calibration, items, new_items)
 
 
 def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], None]) -> Path:

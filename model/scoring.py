@@ -110,7 +110,7 @@ class GaussianHead(nn.Module):
             return torch.zeros_like(log_count_M)
         return (self.candidate_level - F.softplus(self.candidate_slope) * log_count_M).exp()
 
-    def forward(self, state: Gaussian, items_MD: Tensor, log_count_M: Tensor, catalogue_mean_D: Tensor) -> Scores:
+    def forward(self, state: Gaussian, items_MD: Tensor, variance_M: Tensor, catalogue_mean_D: Tensor) -> Scores:
         """Score M candidates for R states, all against all: (R,M).
 
             μ_i = ⟨z, e_i⟩      v_i = Σ_d e²ρ + (r_i/D) Σ_d (z² + ρ)      logit = (μ_i − ⟨z, ē⟩)/√(1 + c·v_i)
@@ -118,24 +118,24 @@ class GaussianHead(nn.Module):
         Args:
             state: mean and precision (R,D).
             items_MD: candidates, as `items` gives them.
-            log_count_M: log(1 + n_i).
+            variance_M: r_i, as `candidate_variance` gives it.
             catalogue_mean_D: ē, the mean over the whole catalogue of what `items` gives.
         """
         z = self.readout(state)
         mean = z.mean @ items_MD.T
         if not self.filtering:
             return Scores(mean, torch.zeros_like(mean), mean - _centre(z, mean, catalogue_mean_D))
-        candidate = _energy(z)[:, None] * self.candidate_variance(log_count_M)
+        candidate = _energy(z)[:, None] * variance_M
         variance = torch.addmm(candidate, z.variance, items_MD.square().T)
         return self._scores(z, mean, variance, catalogue_mean_D)
 
-    def pairs(self, state: Gaussian, items_RD: Tensor, log_count_R: Tensor, catalogue_mean_D: Tensor) -> Scores:
+    def pairs(self, state: Gaussian, items_RD: Tensor, variance_R: Tensor, catalogue_mean_D: Tensor) -> Scores:
         """Score one candidate for each state: (R,). Same arguments as `forward`, row by row."""
         z = self.readout(state)
         mean = (z.mean * items_RD).sum(-1)
         if not self.filtering:
             return Scores(mean, torch.zeros_like(mean), mean - _centre(z, mean, catalogue_mean_D))
-        candidate = _energy(z) * self.candidate_variance(log_count_R)
+        candidate = _energy(z) * variance_R
         variance = (items_RD.square() * z.variance).sum(-1) + candidate
         return self._scores(z, mean, variance, catalogue_mean_D)
 

@@ -13,7 +13,7 @@ from service.errors import MEDIA_TYPE, add_error_handlers
 from service.lifecycle import Life
 from service.limiting import open_rate_limits
 from service.middleware import MAX_TIMEOUT_MS, RequestMiddleware
-from service.routes import admin, events, inference, items, operations, rankings, recommendations, users
+from service.routes import added_items, admin, events, inference, items, operations, rankings, recommendations, users
 from service.security import admin_keys, load_api_keys
 from service.settings import Settings
 from service.telemetry import Metrics
@@ -123,7 +123,7 @@ def create_admin_app(life: Life) -> FastAPI:
         metrics=life.metrics,
         keys=admin_keys(settings),
     )
-    _add_routers(app, [admin.router])
+    _add_routers(app, [admin.router, added_items.router])
     _describe(app, with_keys=settings.admin_key is not None)
     return app
 

@@ -8,11 +8,13 @@ from typing import TypeVar
 
 from service.states import scripts
 from service.states.interface import (
+    AddedItems,
     AppendStatus,
     Claim,
     EncodedState,
     Event,
     Loaded,
+    PutStatus,
     SlateRef,
     StateError,
     StateUnavailable,
@@ -135,7 +137,8 @@ class Breakers:
 
     def _forget_servers_without_keys(self) -> None:
         # After a failover nobody asks the dead one any more: its breaker would be shown as open for ever.
-        present = {self._server_of(key) for key in (*scripts.all_outbox_keys(), scripts.UNKNOWN_KEY)}
+        keys = (*scripts.all_outbox_keys(), scripts.UNKNOWN_KEY, scripts.ITEMS_KEY)
+        present = {self._server_of(key) for key in keys}
         for server in self._of_server.keys() - present:
             self._of_server.pop(server).reset()
 
@@ -164,6 +167,9 @@ class GuardedStore:
 
     def _of_unknown(self) -> Breaker:
         return self._breakers.of(scripts.UNKNOWN_KEY)
+
+    def _of_items(self) -> Breaker:
+        return self._breakers.of(scripts.ITEMS_KEY)
 
     async def load(self, subject: Subject, model_version: str) -> Loaded:
         """As in `Store`."""
@@ -240,6 +246,18 @@ class GuardedStore:
     async def ids_for_unknown(self, numbers: Sequence[int]) -> dict[int, str]:
         """As in `Store`."""
         return await self._of_unknown().call("ids_for_unknown", lambda: self._store.ids_for_unknown(numbers))
+
+    async def put_item(self, item_id: str, metadata: str) -> PutStatus:
+        """As in `Store`."""
+        return await self._of_items().call("put_item", lambda: self._store.put_item(item_id, metadata))
+
+    async def remove_item(self, item_id: str) -> bool:
+        """As in `Store`."""
+        return await self._of_items().call("remove_item", lambda: self._store.remove_item(item_id))
+
+    async def added_items(self, known_version: int) -> AddedItems | None:
+        """As in `Store`."""
+        return await self._of_items().call("added_items", lambda: self._store.added_items(known_version))
 
     async def register_model(self, model_version: str) -> None:
         """As in `Store`."""

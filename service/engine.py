@@ -1,7 +1,7 @@
 """ONNX Runtime: one session a graph, rows in and rows out (service.md, "Engine").
 
 Rows are padded to a few lengths, so that ONNX Runtime meets few shapes. Shapes: D width, T positions, S cached
-positions or seen items, X blocked items, M entries of a list.
+positions or seen items, X blocked items, M entries of a list, A items added at run time.
 """
 
 import importlib.metadata
@@ -86,6 +86,16 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AddedRows:
+    """Items that the ranker treats as if they stood behind its catalogue, numbered on from there."""
+
+    items: Floats
+    """(A,D) embeddings, as the head reads them."""
+    variance: Floats
+    """(A,) ≥ 0, the candidates' own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RankerRow:
     """One list to make."""
 
@@ -98,6 +108,8 @@ class RankerRow:
     """M, entries wanted, ≥ 1."""
     order: Order | None = None
     """None: by the predictive logit of `state`."""
+    added: AddedRows | None = None
+    """None: the catalogue alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -276,9 +288,18 @@ class Engine:
             return _split_states(self.run(graph, step_inputs(rows, self.max_positions)), rows)
         if graph == EXPLAINER:
             return _split_heard(self.run(graph, encoder_inputs(rows, self.max_positions)), rows)
-        feeds = ranker_inputs(rows, self._bundle.manifest.num_items)
-        feeds |= {"temperature": self._temperature, "variance_scale": self._variance_scale}
-        return _split_rankings(self.run(graph, feeds), rows, self._bundle.calibration.temperature)
+        return self._rank_rows(rows)
+
+    def _rank_rows(self, rows: Sequence[RankerRow]) -> list[Ranking]:
+        """One run for all rows of the same added items: for all of a batch, but for the moment when they change."""
+        rankings: dict[int, Ranking] = {}
+        for added in {id(row.added): row.added for row in rows}.values():
+            own = {place: row for place, row in enumerate(rows) if row.added is added}
+            feeds = ranker_inputs(list(own.values()), self._bundle.manifest.num_items, added)
+            feeds |= {"temperature": self._temperature, "variance_scale": self._variance_scale}
+            found = _split_rankings(self.run(RANKER, feeds), list(own.values()), self._bundle.calibration.temperature)
+            rankings |= dict(zip(own, found, strict=True))
+        return [rankings[place] for place in range(len(rows))]
 
     def _run_raw(self, graph: str, feeds: Arrays) -> Arrays | InferenceFailed:
         try:
@@ -413,16 +434,22 @@ def step_inputs(rows: Sequence[StepRow], max_positions: int) -> dict[str, npt.ND
     }
 
 
-def ranker_inputs(rows: Sequence[RankerRow], num_items: int) -> dict[str, npt.NDArray[Any]]:
-    """The ranker's inputs but for its two scalars; `k` is the largest list wanted, at most the catalogue."""
+def ranker_inputs(
+    rows: Sequence[RankerRow], num_items: int, added: AddedRows | None = None
+) -> dict[str, npt.NDArray[Any]]:
+    """The ranker's inputs but for its two scalars; `k` is the largest list wanted, at most all there is."""
     orders = {index: row.order for index, row in enumerate(rows) if row.order is not None}
     width = rows[0].state.mean.shape
+    if added is None:
+        added = AddedRows(np.empty((0, *width), np.float32), np.empty(0, np.float32))
     return {
         "mean": np.stack([row.state.mean for row in rows]),
         "precision": np.stack([row.state.precision for row in rows]),
+        "added_items": added.items,
+        "added_variance": added.variance,
         "seen": _padded([row.seen for row in rows]),
         "blocked": _padded([row.blocked for row in rows]),
-        "k": np.array([min(max(row.size for row in rows), num_items)], np.int64),
+        "k": np.array([min(max(row.size for row in rows), num_items + len(added.items))], np.int64),
         "order_rows": np.array(list(orders), np.int64),
         "order_mean": np.array([order.mean for order in orders.values()], np.float32).reshape(-1, *width),
         "order_precision": np.array([order.precision for order in orders.values()], np.float32).reshape(-1, *width),

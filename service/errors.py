@@ -11,6 +11,9 @@
     ├── UserNotFound      404    the caller
     ├── RecommendationNotFound  404  the caller: its slate expired, or was never kept
     ├── ItemNotFound      404    the caller: an id outside the catalogue
+    ├── AddedItemNotFound 404    the caller: no such item was added at run time
+    ├── ItemInCatalogue   409    the caller: an item is added that the model was trained with
+    ├── ItemsFull         409    the caller: too many items are added at run time
     ├── SessionTaken      409    the caller: the session goes to another user
     ├── SessionBusy       503    the world: a session changes faster than it can be merged
     ├── ModelNotFound     404    the caller: no such graph, or no such version loaded
@@ -289,7 +292,37 @@ class ItemNotFound(ServiceError):
     status = 404
     type = "item-not-found"
     title = "The catalogue does not know this item"
-    action = "Check the id; in a path it must be percent-encoded. A new item is known once a model was trained on it."
+    action = (
+        "Check the id; in a path it must be percent-encoded. A new item is known once it was added by the admin API, or"
+        " a model was trained with it."
+    )
+
+
+class AddedItemNotFound(ServiceError):
+    """Nobody added this item, or it was removed again."""
+
+    status = 404
+    type = "added-item-not-found"
+    title = "No such item was added at run time"
+    action = "Check the id; in a path it must be percent-encoded. GET /v1/items lists all that were added."
+
+
+class ItemInCatalogue(ServiceError):
+    """An item is to be added that the default model was trained with."""
+
+    status = 409
+    type = "item-in-catalogue"
+    title = "The model was trained with this item"
+    action = "Nothing is to be added: the item is recommended by what was learnt of it. New metadata take a training."
+
+
+class ItemsFull(ServiceError):
+    """There are as many items added at run time as there may be."""
+
+    status = 409
+    type = "items-full"
+    title = "Too many items were added at run time"
+    action = "Train a model with these items, and DELETE those that GET /v1/items shows as superseded, or others."
 
 
 class SessionTaken(ServiceError):

@@ -23,6 +23,7 @@ from model.config import FIRST_ITEM, PAD
 from service.engine import Arrays, Tensor
 from service.errors import InvalidRequest
 from service.schemas import MAX_RESULTS
+from service.states.interface import MAX_ADDED_ITEMS
 from service.values import MAX_WEIGHT
 
 PLATFORM = "onnxruntime_onnx"
@@ -195,9 +196,10 @@ def graph_inputs(
         "batch": (1, max_rows),
         "time": (1, longest),
         "past": (0, longest - 1),
-        "num_seen": (0, num_items),
-        "num_blocked": (0, num_items),
+        "num_seen": (0, num_items + MAX_ADDED_ITEMS),
+        "num_blocked": (0, num_items + MAX_ADDED_ITEMS),
         "num_ordered": (0, max_rows),
+        "num_added": (0, MAX_ADDED_ITEMS),
     }
     sizes: dict[str, int] = {}
     feeds: dict[str, npt.NDArray[Any]] = {}
@@ -216,6 +218,7 @@ def num_cells(feeds: Arrays) -> int:
     """What inputs are counted with in the queue: rows × (positions, entries and item numbers)."""
     rows = len(feeds["items"] if "items" in feeds else feeds["mean"])
     lengths = [feeds[name].shape[1] for name in ("items", "past_timestamps", "seen", "blocked") if name in feeds]
+    lengths += [len(feeds["added_items"])] if "added_items" in feeds else []
     num_listed = int(feeds["k"][0]) if "k" in feeds else 0
     return int(rows * (sum(lengths) + num_listed))
 
@@ -325,12 +328,13 @@ def _check_step(feeds: Arrays, bundle: Bundle) -> None:
 
 
 def _check_ranker(feeds: Arrays, bundle: Bundle) -> None:
-    num_items = bundle.manifest.num_items
+    num_items = bundle.manifest.num_items + len(feeds["added_items"])
     for name in ("seen", "blocked"):
-        _check_items(feeds, name, bundle)
+        _check_items(feeds, name, num_items)
     most = min(num_items, MAX_RESULTS)
     _require(1 <= feeds["k"][0] <= most, "k", f"1 to {most}")
     _require((feeds["precision"] > 0).all(), "precision", "positive numbers")
+    _require((feeds["added_variance"] >= 0).all(), "added_variance", "numbers from 0 on")
     _require(bool(feeds["temperature"] > 0), "temperature", "a positive number")
     _require(bool(feeds["variance_scale"] >= 0), "variance_scale", "a number from 0 on")
     _check_order(feeds)
@@ -347,7 +351,7 @@ def _check_order(feeds: Arrays) -> None:
 def _check_events(feeds: Arrays, bundle: Bundle) -> npt.NDArray[np.int64]:
     """Events of an encoder or a step; their number in each row, without the padding."""
     items, weights = feeds["items"], feeds["weights"]
-    _check_items(feeds, "items", bundle)
+    _check_items(feeds, "items", bundle.manifest.num_items)
     is_event = items != PAD
     lengths: npt.NDArray[np.int64] = is_event.sum(1)
     is_left = np.arange(items.shape[1]) < lengths[:, None]
@@ -358,8 +362,8 @@ def _check_events(feeds: Arrays, bundle: Bundle) -> npt.NDArray[np.int64]:
     return lengths
 
 
-def _check_items(feeds: Arrays, name: str, bundle: Bundle) -> None:
-    last = FIRST_ITEM + bundle.manifest.num_items - 1
+def _check_items(feeds: Arrays, name: str, num_items: int) -> None:
+    last = FIRST_ITEM + num_items - 1
     _require(((feeds[name] >= 0) & (feeds[name] <= last)).all(), name, f"item numbers, 0 to {last}")
 
 

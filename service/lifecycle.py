@@ -17,6 +17,7 @@ from service.context import unhurried
 from service.drift import DriftWatch
 from service.errors import NotReady, StartError
 from service.models import Model, Models, Shared, load
+from service.run_time_items import RunTimeItems
 from service.settings import Settings
 from service.slates import Slates
 from service.states import MemoryStore, RedisStore
@@ -52,6 +53,7 @@ class Life:
         self._store: Store | None = None
         self._slates: Slates | None = None
         self._drift: DriftWatch | None = None
+        self._run_time_items: RunTimeItems | None = None
         self.batches = Batches(settings.max_in_flight, settings.max_batch_rows)
 
     @property
@@ -75,6 +77,13 @@ class Life:
             raise NotReady(f"the service is {self.phase.value}", retry_after_s=1)
         return self._drift
 
+    @property
+    def run_time_items(self) -> RunTimeItems:
+        """Raises NotReady outside `open`."""
+        if self._run_time_items is None:
+            raise NotReady(f"the service is {self.phase.value}", retry_after_s=1)
+        return self._run_time_items
+
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Models]:
         """Build everything, and take it down again in the reverse order.
@@ -93,7 +102,7 @@ class Life:
                 yield self._models
             finally:
                 # The admin listener answers longer than there are models.
-                self._models = None
+                self._models = self._run_time_items = None
 
     async def _build(self, stack: AsyncExitStack) -> Models:
         """Everything that answers; what is pushed on the stack takes it down."""
@@ -110,6 +119,10 @@ class Life:
         models = Models(first, registry, Shared(settings, metrics, store, slates, drift, IdHasher()))
         stack.push_async_callback(models.close)
         await models.start()
+        self._run_time_items = items = RunTimeItems(store, models)
+        # Before the first answer; a store that is down is no reason not to serve.
+        await items.try_refresh()
+        await stack.enter_async_context(_running(items.watch(settings.items_poll_s), "watch the added items"))
         if registry is not None and settings.registry_poll_s > 0:
             await stack.enter_async_context(_running(models.watch(settings.registry_poll_s), "watch the registry"))
         return models

@@ -26,6 +26,7 @@ import numpy as np
 from model.bundle import ENCODER, MANIFEST, Bundle, BundleError, open_bundle
 from model.config import BOS
 from model.registry import RegistryIndex, read_index
+from service.candidates import Catalogue
 from service.context import RequestContext
 from service.drift import DriftWatch, ModelKey
 from service.engine import EncoderRow, Engine, RankerRow
@@ -150,6 +151,7 @@ class Model:
     bundle: Bundle
     engine: Engine
     nobody: State
+    catalogue: Catalogue
     subjects: Subjects
     recommender: Recommender
     similar: SimilarItems
@@ -165,13 +167,17 @@ class Model:
         """Put everything that answers requests over a loaded bundle."""
         bundle, engine, nobody = loaded.bundle, loaded.engine, loaded.nobody
         subjects = Subjects(bundle, shared.store, shared.metrics)
+        catalogue = Catalogue(bundle)
         return cls(
             bundle=bundle,
             engine=engine,
             nobody=nobody,
+            catalogue=catalogue,
             subjects=subjects,
-            recommender=Recommender(bundle, subjects, engine, nobody, shared.metrics, shared.hasher, shared.slates),
-            similar=SimilarItems(bundle),
+            recommender=Recommender(
+                bundle, catalogue, subjects, engine, nobody, shared.metrics, shared.hasher, shared.slates
+            ),
+            similar=SimilarItems(bundle, catalogue),
             ingest=Ingest(bundle.items, shared.store, shared.metrics, shared.drift),
             users=Users(bundle.items, subjects, shared.store, shared.hasher),
             load_seconds=loaded.seconds,
@@ -537,6 +543,8 @@ class Models:
         """Make a model ready to be taken."""
         manifest = model.bundle.manifest
         self._shared.store.keep_at_least(manifest.model.max_len)
+        # What the model before could list, this one can from its first answer on.
+        await model.catalogue.follow(self._active.default.catalogue.current.source)
         model.engine.start()
         try:
             await self._shared.store.register_model(manifest.version)

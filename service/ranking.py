@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from model.bundle import Bundle, Items, confidence_features
+from model.bundle import Calibration, Event, Items, confidence_features
 from model.config import BOS, FIRST_ITEM, UNK, UNKNOWN_BASE, window_start
+from service.candidates import Candidates
 from service.engine import EncoderRow, Numbers, Order, Ranking, StepRow
 from service.errors import InferenceFailed
 from service.filtered import Cache, Floats, State
@@ -34,7 +35,7 @@ class History:
     timestamps: npt.NDArray[np.float64]
     """(K,) seconds; NaN where an event was told without one."""
     seen: Numbers
-    """(S,) sorted catalogue numbers of items ever had."""
+    """(S,) sorted numbers of the candidates ever had, those added at run time among them."""
 
 
 NO_HISTORY = History(0, np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0), np.empty(0, np.int64))
@@ -60,14 +61,14 @@ class Entry(NamedTuple):
     reliability: float | None
 
 
-def translated(numbers: Numbers, num_items: int, ids: Mapping[int, str], items: Items) -> Numbers:
-    """Stored item numbers as this catalogue's: UNK where it does not know the item.
+def translated(numbers: Numbers, num_items: int, ids: Mapping[int, str], items: Items | Candidates) -> Numbers:
+    """Stored item numbers as those of a catalogue, or of all candidates: UNK where it does not know the item.
 
     Args:
         numbers: from the store; from UNKNOWN_BASE on they stand for ids that no catalogue knew.
-        num_items: N.
+        num_items: N, of the served catalogue.
         ids: the ids behind those, as far as known; a catalogue that learned an id since counts its events.
-        items: the served catalogue.
+        items: whose numbers are wanted.
     """
     known = (numbers >= FIRST_ITEM) & (numbers < FIRST_ITEM + num_items)
     result = np.where(known, numbers, UNK)
@@ -107,28 +108,33 @@ def step_row(row: EncoderRow, num_missing: int, cache: Cache | None) -> StepRow 
 
 
 def filters(
-    history: History, bundle: Bundle, exclude_seen: bool, exclude: Iterable[int], allow: Iterable[int] | None
+    history: History,
+    event: Event,
+    num_candidates: int,
+    exclude_seen: bool,
+    exclude: Iterable[int],
+    allow: Iterable[int] | None,
 ) -> Filters:
     """What the normaliser leaves out, and what the list leaves out.
 
     Args:
         history: for its seen items.
-        bundle: its event says whether a seen item can be the next event at all.
+        event: says whether a seen item can be the next event at all.
+        num_candidates: N + A.
         exclude_seen: keep seen items out of the list.
-        exclude: catalogue numbers to keep out.
-        allow: the only catalogue numbers that may be in; None: all.
+        exclude: numbers to keep out.
+        allow: the only numbers that may be in; None: all.
     """
     blocked = np.fromiter(exclude, np.int64)
     if exclude_seen:
         blocked = np.union1d(blocked, history.seen)
     if allow is not None:
         # A mask, not sets: nearly the whole catalogue is blocked.
-        is_allowed = np.zeros(bundle.manifest.num_items, bool)
+        is_allowed = np.zeros(num_candidates, bool)
         is_allowed[np.fromiter(allow, np.int64) - FIRST_ITEM] = True
         is_allowed[blocked - FIRST_ITEM] = False
         blocked = np.flatnonzero(~is_allowed) + FIRST_ITEM
-    is_new_only = bundle.calibration.event == "next_new_item"
-    return Filters(seen=history.seen if is_new_only else NO_HISTORY.seen, blocked=blocked)
+    return Filters(seen=history.seen if event == "next_new_item" else NO_HISTORY.seen, blocked=blocked)
 
 
 def policy_of(asked: PolicyRequest) -> Policy:
@@ -164,12 +170,15 @@ def drawn(state: State, seed: int) -> Floats:
     return (state.mean + noise / np.sqrt(state.precision.astype(np.float64))).astype(np.float32)
 
 
-def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int) -> list[Entry]:
+def entries(
+    ranking: Ranking, calibration: Calibration, candidates: Candidates, seen: Numbers, num_events: int
+) -> list[Entry]:
     """The ranking with its calibrated confidences (math.md, "Scoring and its uncertainty").
 
     Args:
         ranking: of the engine.
-        bundle: its calibration and training counts.
+        calibration: of the model.
+        candidates: that were ranked.
         seen: ascending, what the normaliser left out; such an item is not the event, so its confidence is 0.
         num_events: events of the subject.
 
@@ -179,13 +188,13 @@ def entries(ranking: Ranking, bundle: Bundle, seen: Numbers, num_events: int) ->
     features = confidence_features(
         log_probability=ranking.log_probability[None],
         score_variance=ranking.score_variance[None],
-        training_count=bundle.items.training_counts[ranking.items - FIRST_ITEM][None],
+        training_count=candidates.training_counts[ranking.items - FIRST_ITEM][None],
         entropy=np.array([ranking.entropy]),
         mean_precision=np.array([ranking.mean_precision]),
         num_events=np.array([num_events]),
     )
     with np.errstate(invalid="ignore"):
-        calibrated = bundle.calibration.confidence(features)[0]
+        calibrated = calibration.confidence(features, candidates.is_added(ranking.items)[None])[0]
     confidence = np.where(_is_in(ranking.items, seen), 0.0, calibrated)
     # A NaN compares as below every threshold: the item would vanish from a list without a word.
     if np.isnan(confidence).any():

@@ -12,11 +12,12 @@ from model.bundle import STEP, Bundle
 from model.config import FIRST_ITEM, UNK, UNKNOWN_BASE
 from service import ranking, reasons
 from service.background import Saves
+from service.candidates import Candidates, Catalogue
 from service.context import RequestContext
 from service.engine import EncoderRow, Heard, Numbers, RankerRow, Ranking, StepRow
 from service.errors import Overloaded
 from service.filtered import State
-from service.ranking import NO_HISTORY, Entry, History
+from service.ranking import NO_HISTORY, Entry, Filters, History
 from service.schemas import (
     AbGroup,
     CalibrationInfo,
@@ -125,11 +126,15 @@ class Subjects:
                 return False
         return state.mean.shape == (model.width,)
 
-    async def history(self, record: UserRecord) -> History:
-        """The record in this catalogue's numbers; asks the store once for ids it has not met before."""
+    async def history(self, record: UserRecord, candidates: Candidates) -> History:
+        """The record in the candidates' numbers; asks the store once for ids it has not met before.
+
+        An item that was added at run time counts as seen. As an event it is UNK: nothing was learnt about it as an
+        input.
+        """
         ids = await self.unknown_ids(np.concatenate([record.items, record.seen]))
         catalogue = self._bundle.items
-        seen = ranking.translated(record.seen, len(catalogue), ids, catalogue)
+        seen = ranking.translated(record.seen, len(catalogue), ids, candidates)
         return History(
             count=record.count,
             items=ranking.translated(record.items, len(catalogue), ids, catalogue),
@@ -167,8 +172,9 @@ class Subjects:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """What there is to recommend from."""
+    """What there is to recommend, and to recommend from."""
 
+    candidates: Candidates
     history: History
     told: Sequence[HistoryEvent] = ()
     """The events of the request that were used."""
@@ -195,6 +201,7 @@ class Recommender:
 
     Args:
         bundle: the served model.
+        catalogue: what it can list.
         subjects: the stored histories.
         engine: the graphs.
         nobody: the state of BOS alone, of a subject without events.
@@ -206,6 +213,7 @@ class Recommender:
     def __init__(
         self,
         bundle: Bundle,
+        catalogue: Catalogue,
         subjects: Subjects,
         engine: Inference,
         nobody: State,
@@ -214,6 +222,7 @@ class Recommender:
         slates: Slates,
     ) -> None:
         self._bundle = bundle
+        self._catalogue = catalogue
         self._subjects = subjects
         self._engine = engine
         self._metrics = metrics
@@ -241,7 +250,7 @@ class Recommender:
         made = await self._list(found, slate, asked.num_results, (), request)
         explanation = await self._explanation(found, request) if asked.explain else None
         with request.timed("rank"):
-            self._slates.save(slate, self._page(made, made_ms))
+            self._slates.save(slate, self._page(found.candidates, made, made_ms))
             return self._answer(slate, found, made.listed, 0, ab_group, explanation)
 
     async def next_page(
@@ -270,7 +279,8 @@ class Recommender:
         for _ in range(MAX_CLAIMS):
             made_ms, asked = wall_clock_ms(), slate.asked
             if asked.subject is None:
-                found = _Found(retold_history(asked.told, self._bundle), window=asked.told)
+                candidates = self._catalogue.current
+                found = _Found(candidates, retold_history(asked.told, candidates), window=asked.told)
             else:
                 found = await self._find_stored(asked.subject, (), request)
             passed = slate.passed
@@ -281,7 +291,7 @@ class Recommender:
             explanation = await self._explanation(found, request) if explain else None
             with request.timed("state"):
                 is_ours = not (made.listed or made.left_out) or await self._slates.claim(
-                    slate, self._page(made, made_ms)
+                    slate, self._page(found.candidates, made, made_ms)
                 )
                 if is_ours:
                     return self._answer(asked, found, made.listed, slate.num_shown, ab_group, explanation)
@@ -298,31 +308,33 @@ class Recommender:
             ab_group: why this model answers.
         """
         found = await self._find(asked, request)
-        candidates = list(dict.fromkeys(asked.candidate_item_ids))
-        numbers, policy = self._numbers(candidates), ranking.policy_of(asked)
+        candidates = found.candidates
+        asked_ids = list(dict.fromkeys(asked.candidate_item_ids))
+        numbers, policy = _numbers(candidates, asked_ids), ranking.policy_of(asked)
         ranked: Sequence[Entry] = ()
         if numbers:
             state = await self._state(asked.subject, found, request)
             # Candidates are not filtered: a seen one is ranked, and its confidence says what it is worth.
-            chosen = ranking.filters(found.history, self._bundle, False, (), numbers)
-            row = RankerRow(state, chosen.seen, chosen.blocked, len(numbers), ranking.order(policy, state))
-            answer = await self._engine.rank(row, request)
-            ranked = ranking.entries(answer, self._bundle, chosen.seen, found.history.count)
+            chosen = self._filters(found, False, (), numbers)
+            order = ranking.order(policy, state)
+            row = RankerRow(state, chosen.seen, chosen.blocked, len(numbers), order, candidates.added_rows)
+            ranked = self._entries(await self._engine.rank(row, request), found, chosen)
         explanation = await self._explanation(found, request) if asked.explain else None
         with request.timed("rank"):
             self._count(found)
-            items = self._bundle.items
-            unknown = [item_id for item_id in candidates if items.number(item_id) is None]
-            known = [_ranked(entry, items.item_id(entry.number), rank) for rank, entry in enumerate(ranked, start=1)]
+            unknown = [item_id for item_id in asked_ids if candidates.number(item_id) is None]
+            known = [
+                _ranked(entry, candidates.item_id(entry.number), rank) for rank, entry in enumerate(ranked, start=1)
+            ]
             return RankingResponse(
                 model=self._model,
                 policy=policy,
-                items=[*known, *map(_unknown, unknown, range(len(known) + 1, len(candidates) + 1))],
+                items=[*known, *map(_unknown, unknown, range(len(known) + 1, len(asked_ids) + 1))],
                 list_confidence=ranking.list_confidence(ranked),
                 calibration=self._calibration,
                 cold_start=found.history.count == 0,
                 num_events=found.history.count,
-                missing_item_ids=self._missing([*(event.item_id for event in found.told), *unknown]),
+                missing_item_ids=_missing(candidates, [*(event.item_id for event in found.told), *unknown]),
                 degraded=list(found.degraded),
                 ab_group=ab_group,
                 explanation=explanation,
@@ -334,23 +346,23 @@ class Recommender:
         if asked.subject is not None:
             return await self._find_stored(asked.subject, asked.fallback_history or (), request)
         with request.timed("state"):
-            told = asked.history or ()
+            told, candidates = asked.history or (), self._catalogue.current
             window = told_window(told, self._bundle.manifest.model.max_len)
-            return _Found(retold_history(window, self._bundle), told, window)
+            return _Found(candidates, retold_history(window, candidates), told, window)
 
     async def _find_stored(self, subject: Subject, fallback: Sequence[HistoryEvent], request: RequestContext) -> _Found:
-        request.subject = self._hasher(*subject)
+        request.subject, candidates = self._hasher(*subject), self._catalogue.current
         with request.timed("state"):
             try:
                 record, encoded = await self._subjects.load(subject)
-                history = NO_HISTORY if record is None else await self._subjects.history(record)
-                return _Found(history, record=record, encoded=encoded)
+                history = NO_HISTORY if record is None else await self._subjects.history(record, candidates)
+                return _Found(candidates, history, record=record, encoded=encoded)
             except StateUnavailable:
-                told = told_history(fallback, self._bundle)
-                return _Found(told, fallback, degraded=(DegradedReason.state_unavailable,))
+                told = told_history(fallback, self._bundle.manifest.model.max_len, candidates)
+                return _Found(candidates, told, fallback, degraded=(DegradedReason.state_unavailable,))
             except CatalogMismatch as error:
                 logger.warning("a stored history cannot be read: %s", error, extra={"subject": request.subject})
-                return _Found(NO_HISTORY, degraded=(DegradedReason.catalog_mismatch,))
+                return _Found(candidates, NO_HISTORY, degraded=(DegradedReason.catalog_mismatch,))
 
     async def _state(self, subject: Subject | None, found: _Found, request: RequestContext) -> State:
         how, state = await self._how_and_state(found.history, found.encoded, request)
@@ -379,19 +391,30 @@ class Recommender:
         self, found: _Found, asked: Asked, size: int, passed: Iterable[str], request: RequestContext
     ) -> _List:
         """The best items that the filters let through and no earlier page passed."""
-        state = await self._state(asked.subject, found, request)
-        excluded = self._numbers([*asked.exclude_item_ids, *passed])
-        allowed = None if asked.allow_item_ids is None else self._numbers(asked.allow_item_ids)
-        chosen = ranking.filters(found.history, self._bundle, asked.exclude_seen, excluded, allowed)
-        row = RankerRow(state, chosen.seen, chosen.blocked, size, ranking.order(asked.policy, state))
+        state, candidates = await self._state(asked.subject, found, request), found.candidates
+        excluded = _numbers(candidates, [*asked.exclude_item_ids, *passed])
+        allowed = None if asked.allow_item_ids is None else _numbers(candidates, asked.allow_item_ids)
+        chosen = self._filters(found, asked.exclude_seen, excluded, allowed)
+        order = ranking.order(asked.policy, state)
+        row = RankerRow(state, chosen.seen, chosen.blocked, size, order, candidates.added_rows)
         ranked = await self._engine.rank(row, request)
         with request.timed("rank"):
-            entries = ranking.entries(ranked, self._bundle, chosen.seen, found.history.count)
+            entries = self._entries(ranked, found, chosen)
             least = asked.min_confidence or 0.0
             listed = [entry for entry in entries if entry.confidence >= least]
             left_out = [entry for entry in entries if entry.confidence < least]
             kept_out = found.history.seen if asked.exclude_seen else NO_HISTORY.seen
-            return _List(listed, left_out, Basis.of(state, found.history, kept_out))
+            return _List(listed, left_out, Basis.of(state, found.history, kept_out, candidates))
+
+    def _filters(
+        self, found: _Found, exclude_seen: bool, exclude: Iterable[int], allow: Iterable[int] | None
+    ) -> Filters:
+        event, size = self._bundle.calibration.event, len(found.candidates)
+        return ranking.filters(found.history, event, size, exclude_seen, exclude, allow)
+
+    def _entries(self, ranked: Ranking, found: _Found, chosen: Filters) -> list[Entry]:
+        calibration, count = self._bundle.calibration, found.history.count
+        return ranking.entries(ranked, calibration, found.candidates, chosen.seen, count)
 
     async def _explanation(self, found: _Found, request: RequestContext) -> Explanation:
         """What the state behind the answer heard, however the state came about."""
@@ -405,10 +428,6 @@ class Recommender:
         window = found.window or told_window(found.told, max_len)
         return reasons.explanation(row, heard, [event.item_id for event in window.events])
 
-    def _numbers(self, item_ids: Iterable[str]) -> list[int]:
-        numbers = (self._bundle.items.number(item_id) for item_id in item_ids)
-        return [number for number in numbers if number is not None]
-
     # ---- answers and slates ------------------------------------------------------------------------------
 
     def _answer(
@@ -421,7 +440,6 @@ class Recommender:
         explanation: Explanation | None,
     ) -> RecommendationResponse:
         self._count(found)
-        items = self._bundle.items
         named = (
             *(event.item_id for event in found.told),
             *asked.exclude_item_ids,
@@ -433,7 +451,7 @@ class Recommender:
             policy=asked.policy,
             items=[
                 RecommendedItem(
-                    item_id=items.item_id(entry.number),
+                    item_id=found.candidates.item_id(entry.number),
                     rank=rank,
                     score=entry.score,
                     std=entry.std,
@@ -446,7 +464,7 @@ class Recommender:
             calibration=self._calibration,
             cold_start=found.history.count == 0,
             num_events=found.history.count,
-            missing_item_ids=self._missing(named),
+            missing_item_ids=_missing(found.candidates, named),
             degraded=list(found.degraded),
             ab_group=ab_group,
             explanation=explanation,
@@ -458,33 +476,40 @@ class Recommender:
         if found.history.count == 0:
             self._metrics.cold_starts.inc()
 
-    def _missing(self, item_ids: Iterable[str]) -> list[str]:
-        return [item_id for item_id in dict.fromkeys(item_ids) if self._bundle.items.number(item_id) is None]
-
-    def _page(self, made: _List, made_ms: int) -> Page:
+    def _page(self, candidates: Candidates, made: _List, made_ms: int) -> Page:
         return Page(
             made_ms=made_ms,
             model_name=self._model.name,
             model_version=self._model.version,
             basis=made.basis,
             event=self._calibration.event,
-            item_ids=self._ids(made.listed),
+            item_ids=_ids(candidates, made.listed),
             scores=tuple(entry.score for entry in made.listed),
             stds=tuple(entry.std for entry in made.listed),
             confidences=tuple(entry.confidence for entry in made.listed),
-            left_out=self._ids(made.left_out),
+            left_out=_ids(candidates, made.left_out),
         )
 
-    def _ids(self, entries: Iterable[Entry]) -> tuple[str, ...]:
-        return tuple(self._bundle.items.item_id(entry.number) for entry in entries)
+
+def _numbers(candidates: Candidates, item_ids: Iterable[str]) -> list[int]:
+    numbers = map(candidates.number, item_ids)
+    return [number for number in numbers if number is not None]
 
 
-def told_history(events: Sequence[HistoryEvent], bundle: Bundle) -> History:
+def _ids(candidates: Candidates, entries: Iterable[Entry]) -> tuple[str, ...]:
+    return tuple(candidates.item_id(entry.number) for entry in entries)
+
+
+def _missing(candidates: Candidates, item_ids: Iterable[str]) -> list[str]:
+    return [item_id for item_id in dict.fromkeys(item_ids) if candidates.number(item_id) is None]
+
+
+def told_history(events: Sequence[HistoryEvent], max_len: int, candidates: Candidates) -> History:
     """A history that the caller tells: as if it had been stored.
 
     Events count in the order given or, when every one has a timestamp, in the order of time (stable).
     """
-    return retold_history(told_window(events, bundle.manifest.model.max_len), bundle)
+    return retold_history(told_window(events, max_len), candidates)
 
 
 def told_window(events: Sequence[HistoryEvent], max_len: int) -> Told:
@@ -504,12 +529,12 @@ def told_window(events: Sequence[HistoryEvent], max_len: int) -> Told:
     )
 
 
-def retold_history(told: Told | None, bundle: Bundle) -> History:
-    """A told history in the catalogue's numbers."""
+def retold_history(told: Told | None, candidates: Candidates) -> History:
+    """A told history in the candidates' numbers; what was added at run time is seen, and as an event UNK."""
     if told is None:
         return NO_HISTORY
-    numbers = [bundle.items.number(event.item_id) for event in told.events]
-    seen = {*numbers, *map(bundle.items.number, told.other_seen)} - {None}
+    numbers = [candidates.items.number(event.item_id) for event in told.events]
+    seen = {candidates.number(item_id) for item_id in (*(event.item_id for event in told.events), *told.other_seen)}
     return History(
         count=told.count,
         items=np.array([UNK if number is None else number for number in numbers], np.int64),

@@ -869,3 +869,84 @@ class ModelsResponse(_Answer):
     loading: list[str]
     registry: KnownRegistry | None = Field(description="null: the service was started with one bundle")
     refused: list[RefusedBundle]
+
+
+MetadataValue = Annotated[
+    Id | Annotated[float, Field(allow_inf_nan=False)] | Annotated[tuple[Id, ...], Field(strict=False)] | None,
+    Field(description="null: not known"),
+]
+
+
+class ItemRequest(_Request):
+    """An item that no model was trained with yet."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"metadata": {"class": ["Comedy", "Romance"], "release_year": "1998"}}, {}]}
+    )
+
+    metadata: dict[Id, MetadataValue] = Field(
+        {},
+        max_length=64,
+        description="what is known of the item, under the names of the columns that the model was trained with: a "
+        "text, a number, or a list of texts; at most 4,096 bytes of JSON. Other names are kept, and not used",
+    )
+
+
+class ItemPlace(StrEnum):
+    """Where a model has an added item."""
+
+    metadata = "metadata"
+    """By its metadata."""
+    catalogue_mean = "catalogue_mean"
+    """Nothing that it was trained with is known of it: at the catalogue's mean, as wide as the catalogue."""
+    superseded = "superseded"
+    """It was trained with the item, and uses what it learnt."""
+
+
+class ItemInModel(_Answer):
+    """An added item in a model that answers."""
+
+    version: str
+    place: ItemPlace = Field(
+        description="`metadata`: by what is known of it; `catalogue_mean`: nothing is that the model was trained with; "
+        "`superseded`: the model was trained with the item itself"
+    )
+    unused: list[str] = Field(description="names in the metadata that say nothing to this model")
+
+
+class AddedItemResponse(_Answer):
+    """An item that was added at run time."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "item_id": "1683",
+                    "metadata": {"class": ["Comedy", "Romance"], "release_year": "1998"},
+                    "models": [{"version": "18f7e6d5c4b3a291", "place": "metadata", "unused": []}],
+                }
+            ]
+        }
+    )
+
+    item_id: str
+    metadata: dict[str, str | float | list[str] | None]
+    models: list[ItemInModel] = Field(description="those that answer, the default first")
+
+
+class AddedItemsResponse(_Answer):
+    """Items that were added at run time, in the order of their ids."""
+
+    version: int = Field(description="another one after every change; equal on all replicas that have followed")
+    num_items: int = Field(description="of all pages")
+    items: list[AddedItemResponse]
+    next_after: str | None = Field(description="what to send as `after` for the next page; null: there is none")
+
+
+class RemovedItemResponse(_Answer):
+    """The item is not there any more."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"item_id": "1683", "removed": True}]})
+
+    item_id: str
+    removed: bool = Field(description="false: it was not there")

@@ -54,6 +54,8 @@ class Settings(BaseSettings):
     """What the admin API asks for as `Authorization: Bearer …`."""
     registry_poll_s: float = Field(10.0, ge=0, le=86_400)
     """How often a registry is asked for its current bundle, which is then taken over; 0: never."""
+    items_poll_s: float = Field(1.0, gt=0, le=3600)
+    """How often the state store is asked whether items were added at run time, or removed."""
     load_timeout_s: float = Field(300.0, gt=0, le=86_400)
     """How long a change of models by the admin API may take."""
     api_keys_file: Path | None = None

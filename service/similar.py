@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from model.bundle import WEIGHTS, Bundle, BundleError
 from model.config import FIRST_ITEM
+from service.candidates import Candidates, Catalogue
 from service.context import RequestContext
 from service.errors import DeadlinePassed, ItemNotFound, Overloaded
 from service.filtered import Floats
@@ -31,10 +32,12 @@ class SimilarItems:
 
     Args:
         bundle: the served one; its weights are opened at the first query.
+        catalogue: what the model can list.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, catalogue: Catalogue) -> None:
         self._bundle = bundle
+        self._catalogue = catalogue
         self._model = ModelName(name=bundle.manifest.name, version=bundle.manifest.version)
         # One at a time: a query takes all the bandwidth of the memory anyhow.
         self._turn = asyncio.Lock()
@@ -51,13 +54,14 @@ class SimilarItems:
             DeadlinePassed: while it waited.
             BundleError: the weights have no item embeddings of the right shape.
         """
-        number = self._bundle.items.number(item_id)
+        candidates = self._catalogue.current
+        number = candidates.number(item_id)
         if number is None:
             raise ItemNotFound("the catalogue does not know this item")
         with self._waiting():
             try:
                 async with asyncio.timeout(max(0.0, request.remaining_s())), self._turn:
-                    numbers, similarities = await asyncio.to_thread(self.nearest, number, num_results)
+                    numbers, similarities = await asyncio.to_thread(self.nearest, candidates, number, num_results)
             except TimeoutError as error:
                 raise DeadlinePassed("the deadline passed while the request waited for its turn") from error
         nearest = zip(numbers.tolist(), similarities.tolist(), strict=True)
@@ -65,21 +69,28 @@ class SimilarItems:
             item_id=item_id,
             model=self._model,
             items=[
-                SimilarItem(item_id=self._bundle.items.item_id(number), rank=rank, similarity=similarity)
+                SimilarItem(item_id=candidates.item_id(number), rank=rank, similarity=similarity)
                 for rank, (number, similarity) in enumerate(nearest, start=1)
             ],
             ab_group=ab_group,
         )
 
-    def nearest(self, number: int, size: int) -> tuple[npt.NDArray[np.int64], Floats]:
+    def nearest(self, candidates: Candidates, number: int, size: int) -> tuple[npt.NDArray[np.int64], Floats]:
         """The nearest items, nearest first, and their cosines; here and now.
 
         Args:
-            number: of an item of the catalogue.
+            candidates: to look among.
+            number: of one of them.
             size: of the list; it is shorter in a smaller catalogue.
         """
-        row = number - FIRST_ITEM
-        cosine: Floats = (self._embeddings @ self._embeddings[row]) * (self._inverse_norms * self._inverse_norms[row])
+        row, added = number - FIRST_ITEM, candidates.added_rows.items
+        # An item of which nothing is known is the catalogue's average, and like no other.
+        is_placed = [place.item.is_regressed for place in candidates.placed.values()]
+        added_inverse = np.where(is_placed, _inverse_norms(added), np.float32(0))
+        num_known = len(self._embeddings)
+        own = self._embeddings[row] if row < num_known else added[row - num_known]
+        inverse = np.concatenate([self._inverse_norms, added_inverse])
+        cosine: Floats = np.concatenate([self._embeddings @ own, added @ own]) * (inverse * inverse[row])
         cosine[row] = -np.inf
         size = min(size, len(cosine) - 1)
         best = np.argpartition(-cosine, size)[:size] if size else np.empty(0, np.int64)
@@ -105,10 +116,15 @@ class SimilarItems:
 
     @cached_property
     def _inverse_norms(self) -> Floats:
-        """(N,); 0 for an embedding of zeros, which is similar to nothing."""
-        norms = np.sqrt(np.einsum("nd,nd->n", self._embeddings, self._embeddings))
-        inverse: Floats = np.divide(1.0, norms, out=np.zeros_like(norms), where=norms > 0)
-        return inverse
+        """(N,)"""
+        return _inverse_norms(self._embeddings)
+
+
+def _inverse_norms(embeddings: Floats) -> Floats:
+    """1/length of each row; 0 for an embedding of zeros, which is similar to nothing."""
+    norms = np.sqrt(np.einsum("nd,nd->n", embeddings, embeddings))
+    inverse: Floats = np.divide(1.0, norms, out=np.zeros_like(norms), where=norms > 0)
+    return inverse
 
 
 def item_embeddings(bundle: Bundle) -> Floats:

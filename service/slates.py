@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from model.bundle import Event
 from service.background import Saves
+from service.candidates import Candidates
 from service.errors import RecommendationNotFound
 from service.filtered import State
 from service.ranking import History
@@ -107,10 +108,14 @@ class Basis(_Document):
     events: Events
     seen: tuple[int, ...]
     """Numbers, in the catalogue of the page's model, of the items that `exclude_seen` kept out."""
+    seen_added: tuple[str, ...]
+    """Ids of the items added at run time that it kept out: these have no lasting number."""
+    items_version: int
+    """Of the items added at run time that could be listed."""
 
     @classmethod
-    def of(cls, state: State, history: History, seen: npt.NDArray[np.int64]) -> "Basis":
-        """The basis of a state and the history that it is of, to the bit, and of the items that were kept out."""
+    def of(cls, state: State, history: History, seen: npt.NDArray[np.int64], candidates: Candidates) -> "Basis":
+        """The basis of a state and the history that it is of, to the bit, and of the candidates that were kept out."""
         mean, precision, weights = (
             values.astype("<f4").tobytes() for values in (state.mean, state.precision, history.weights)
         )
@@ -120,7 +125,15 @@ class Basis(_Document):
             weights=weights,
             timestamps=history.timestamps.astype("<f8").tobytes(),
         )
-        return cls(mean=mean, precision=precision, events=events, seen=tuple(seen.tolist()))
+        is_added = candidates.is_added(seen)
+        return cls(
+            mean=mean,
+            precision=precision,
+            events=events,
+            seen=tuple(seen[~is_added].tolist()),
+            seen_added=tuple(map(candidates.item_id, seen[is_added].tolist())),
+            items_version=candidates.source.version,
+        )
 
     @property
     def state(self) -> State:

@@ -13,6 +13,8 @@ from typing import Any
 
 MAX_ID_BYTES = 256
 MAX_WEIGHT = 1e6
+MAX_METADATA_BYTES = 4096
+"""Of one item, as JSON."""
 MAX_AHEAD_S = 86_400
 """How far a caller's clock may be ahead of ours."""
 

@@ -17,7 +17,7 @@ from model.config import FIRST_ITEM, UNK
 from training.events import EventLog
 from training.tables import CSV, RECBOLE, DataError, describe_bad_rows, read_header, read_table
 
-_TITLE_COLUMNS = ("title", "movie_title")
+TITLE_COLUMNS = ("title", "movie_title")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +123,9 @@ def read_titles(path: Path) -> dict[str, str]:
         raise DataError(f"{path} is not a titles file; accepted: an existing .item or .csv file")
     dialect = dialects[path.suffix.lower()]
     header = read_header(path, dialect)
-    title = next((name for name in _TITLE_COLUMNS if name in header), None)
+    title = next((name for name in TITLE_COLUMNS if name in header), None)
     if title is None or "item_id" not in header:
-        accepted = " or ".join(_TITLE_COLUMNS)
+        accepted = " or ".join(TITLE_COLUMNS)
         raise DataError(f"{path} needs the columns item_id and {accepted}; its columns: {', '.join(header)}")
     columns = {"item_id": "item_id", "title": title}
     blocks = list(read_table(path, dialect, header, columns, hashlib.sha256()))

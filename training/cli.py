@@ -59,6 +59,13 @@ def fit(
     titles: Annotated[
         Path | None, typer.Option(help="The items' titles; same as titles=…; default: those of the data set named")
     ] = None,
+    metadata: Annotated[
+        Path | None,
+        typer.Option(
+            help="What is known of the items (.item, .csv, .parquet), for those added at run time; same as"
+            " metadata.path=…"
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The run's folder; the bundle goes to OUT/registry.")] = Path("runs/latest"),
     resume: Annotated[bool, typer.Option(help="Go on from this configuration's checkpoint, if there is one.")] = False,
     as_json: AsJson = False,
@@ -69,7 +76,8 @@ def fit(
     training.cli fit …` trains in two processes, each with half of every batch.
     """
     with _errors_as_messages():
-        named = [f"{key}={_as_yaml(path)}" for key, path in (("data.path", data), ("titles", titles)) if path]
+        files = {"data.path": data, "titles": titles, "metadata.path": metadata}
+        named = [f"{key}={_as_yaml(path)}" for key, path in files.items() if path]
         run_config = load_config(config, [*named, *(overrides or [])])
         datasets.check_log(run_config.data.path)
         # torch takes seconds to import: a mistake above, and the other commands, need not wait for it.

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from model.config import ModelConfig
 from training import datasets
 from training.events import DataConfig
+from training.metadata import MetadataConfig
 from training.splits import SplitName
 
-PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True}
+PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True, "metadata": {"path"}}
 """What a record leaves out of the configuration: paths mean nothing on another machine."""
 
 
@@ -80,6 +81,8 @@ class ModelRun(BaseModel):
     """The model's name, shown in every answer; None: `bft-` and the backbone."""
     titles: Annotated[Path | None, Field(strict=False)] = None
     """A `.item` or CSV file with the items' titles."""
+    metadata: MetadataConfig | None = None
+    """What is known of the items, so that those added at run time can be placed among the trained ones."""
     event: Literal["auto", "next_new_item", "next_item"] = "auto"
     """What a confidence is the probability of; `auto`: `next_new_item` unless users repeat items."""
     model: ModelConfig = ModelConfig()

@@ -151,6 +151,8 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
             {
                 "mean": mean,
                 "precision": precision,
+                "added_items": mean[:0],
+                "added_variance": np.empty(0, np.float32),
                 "seen": none,
                 "blocked": none,
                 # The whole catalogue, so that the target is found wherever it stands.

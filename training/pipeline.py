@@ -22,15 +22,18 @@ from model import registry
 from model.backbone import Backbone
 from model.build import build_model
 from model.bundle import (
+    NEW_ITEMS,
     Bundle,
     Calibration,
     CalibrationReport,
     Event,
     golden_arrays,
     items_frame,
+    open_bundle,
     write_bundle,
 )
 from model.config import FIRST_ITEM
+from model.new_items import write_new_items
 from model.onnx.export import export_graphs
 from training import calibration as calibrating
 from training import evaluate
@@ -40,6 +43,8 @@ from training.distributed import ALONE, World
 from training.events import DataConfig, LogFacts, read_events
 from training.files import write_whole
 from training.loop import TrainState, fit, going_on, micro_batches, refit
+from training.metadata import MetadataTable, read_metadata
+from training.new_items import fit_new_items
 from training.progress import Reporter
 from training.splits import (
     MIN_EVENTS_LEAVE_ONE_OUT,
@@ -79,6 +84,7 @@ class Prepared:
     split: Split
     """Its training histories are in memory, or in shards on the disk."""
     event: Event
+    metadata: MetadataTable | None = None
 
     def with_validation_learned(self) -> "Prepared":
         """The same, its validation events among those to learn from, counts included."""
@@ -107,7 +113,8 @@ def train(
         world: the processes that train together. The first one reads the log and writes the files.
 
     Raises:
-        DataError: the log cannot be read, or leaves nobody to train on, validate with or test on.
+        DataError: the log, titles or metadata cannot be read, the log leaves nobody to train on, validate with or test
+            on, or too few trained items have metadata.
         ConfigError: training diverged, the batches cannot be shared evenly by the processes, or a refit is asked for
             that the split does not allow.
         ExportError: torch and ONNX Runtime disagree. Nothing is published then.
@@ -188,7 +195,8 @@ def _deliver(
     """Publish the bundle and write the run's record; returns the bundle's folder."""
     bundle = write(model, prepared, calibration, record, out / "registry", calibrated_by)
     registry.publish(bundle.parent, bundle.name)
-    write_whole(out / "record.json", (json.dumps({**record, "bundle": bundle.name}, indent=2) + "\n").encode())
+    told = {**record, "new_items": open_bundle(bundle).manifest.training["new_items"], "bundle": bundle.name}
+    write_whole(out / "record.json", (json.dumps(told, indent=2) + "\n").encode())
     shutil.rmtree(out / SHARDS, ignore_errors=True)
     return bundle
 
@@ -210,7 +218,8 @@ def prepare(config: RunConfig, shards: Path | None = None) -> Prepared:
     _require(config.data.path, split, "training", int(catalog.training_counts.sum()))
     _require(config.data.path, split, "validation", len(split.validation))
     _require(config.data.path, split, "test", len(split.test))
-    return Prepared(log, catalog, split, resolve_event(config.event, split.validation))
+    metadata = None if config.metadata is None else read_metadata(config.metadata)
+    return Prepared(log, catalog, split, resolve_event(config.event, split.validation), metadata)
 
 
 def _read_split(
@@ -312,9 +321,11 @@ def write(
 
     Raises:
         ExportError: torch and ONNX Runtime disagree. Nothing is written then.
+        DataError: too few trained items have metadata. Likewise.
     """
     calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
     catalog = prepared.catalog
+    new_items, fitted = fit_new_items(model, catalog.item_ids.to_list(), prepared.metadata)
     manifest: dict[str, Any] = {}
 
     def fill(staging: Path) -> None:
@@ -322,6 +333,7 @@ def write(
         manifest.update(custom_ops=exported.custom_ops, parity_tolerance=exported.tolerance)
         frame = items_frame(catalog.item_ids.to_list(), catalog.training_counts, catalog.titles.to_list())
         frame.write_parquet(staging / "items.parquet")
+        write_new_items(new_items, staging / NEW_ITEMS)
         (staging / "calibration.json").write_text(calibration.model_dump_json(indent=2) + "\n")
         golden: dict[str, Any] = dict(golden_arrays(exported.golden))
         np.savez(staging / "golden.npz", **golden)
@@ -336,7 +348,7 @@ def write(
         "event": prepared.event,
         "data": record["data"],
         "metrics": record["test"],
-        "training": {key: record[key] for key in TRAINING if key in record},
+        "training": {"new_items": fitted, **{key: record[key] for key in TRAINING if key in record}},
         "versions": record["versions"],
     }
     return write_bundle(folder, manifest, fill)

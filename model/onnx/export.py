@@ -40,6 +40,8 @@ ROUNDING_ROWS = 64
 ROUNDING_ROOM = 4.0
 """Two executions round independently of one another, and on other rows."""
 MAX_TOLERANCE = 1e-2
+ADDED_WIDENING = (1.0, 2.0, 4.0)
+"""How many times the widest item's variance those items have that a golden case adds to the catalogue."""
 
 
 class ExportError(BundleError):
@@ -114,7 +116,8 @@ class ExplainerGraph(nn.Module):
 
 
 class RankerGraph(nn.Module):
-    """State → list: `ranker.onnx`. The item table, as the head reads it, is a buffer; T and c stay inputs."""
+    """State → list: `ranker.onnx`. The item table, as the head reads it, is a buffer; T and c stay inputs, as do items
+    that were added since."""
 
     item_table: Tensor
     candidate_variance: Tensor
@@ -137,6 +140,8 @@ class RankerGraph(nn.Module):
         self,
         mean: Tensor,
         precision: Tensor,
+        added_items: Tensor,
+        added_variance: Tensor,
         seen: Tensor,
         blocked: Tensor,
         k: Tensor,
@@ -148,7 +153,7 @@ class RankerGraph(nn.Module):
         order_shrinkage: Tensor,
         order_kappa: Tensor,
     ) -> tuple[Tensor, ...]:
-        """See `functions.GaussianTopK`; adds `reliability` (B,k) and the states' `mean_precision` (B,).
+        """See `functions.GaussianTopK`; adds the states' `mean_precision` (B,).
 
         A drawn state, of which nothing is uncertain, has an infinite `order_precision`.
         """
@@ -156,12 +161,15 @@ class RankerGraph(nn.Module):
         order_z = self.head.readout(Gaussian(order_mean, order_precision))
         # Special tokens are never in the normaliser nor in a list.
         specials = self.specials.expand(mean.shape[0], -1)
-        numbers, order_key, logit, score_mean, score_variance, log_partition, entropy = emit_gaussian_top_k(
+        outputs = emit_gaussian_top_k(
             (
                 *z,
                 self.item_table,
                 self.candidate_variance,
                 self.catalogue_mean,
+                self.prior_variance,
+                added_items,
+                added_variance,
                 torch.cat([seen, specials], 1),
                 torch.cat([blocked, specials], 1),
                 k,
@@ -174,20 +182,7 @@ class RankerGraph(nn.Module):
             ),
             num_listed=2,
         )
-        squares = self.item_table[numbers].square()
-        reliability = 1 - (squares * z.variance[:, None]).sum(-1) / (squares * self.prior_variance).sum(-1)
-        reliability = reliability.clamp(0, 1)
-        return (
-            numbers,
-            order_key,
-            logit,
-            score_mean,
-            score_variance,
-            reliability,
-            log_partition,
-            entropy,
-            precision.mean(-1),
-        )
+        return *outputs, precision.mean(-1)
 
 
 @torch.no_grad()
@@ -461,6 +456,8 @@ def _ranker_signature(width: int) -> Signature:
         examples=(
             torch.randn(4, width),
             torch.ones(4, width),
+            torch.randn(5, width),
+            torch.ones(5),
             torch.zeros(4, 3, dtype=torch.int64),
             torch.zeros(4, 4, dtype=torch.int64),
             torch.tensor([2]),
@@ -475,6 +472,8 @@ def _ranker_signature(width: int) -> Signature:
         inputs={
             "mean": ("batch", None),
             "precision": ("batch", None),
+            "added_items": ("num_added", None),
+            "added_variance": ("num_added",),
             "seen": ("batch", "num_seen"),
             "blocked": ("batch", "num_blocked"),
             "k": (None,),
@@ -557,23 +556,30 @@ def _cut(rows: Rows, start_B: Tensor, length_B: Tensor) -> Rows:
 def _ranker_case(
     model: Backbone, state: Gaussian, history: Tensor, temperature: float, generator: torch.Generator
 ) -> GoldenCase:
-    """The list of the two graphs' contract, by torch alone: the history is seen, other items are blocked.
+    """The list of the two graphs' contract, by torch alone: the history is seen, others are blocked, a few were added.
 
     The first row is ordered by its own logit; those behind it by a drawn state, by μ + 1.5·√v, by μ − √v, and again.
     """
     # Fewer items left than k would fill the list with ties at −inf, whose order says nothing.
     k = min(10, (model.num_items + 1) // 2)
     history = history[:, : model.num_items - k]
-    scores = model.score(state)
+    catalogue, variance = model.catalogue(), model.head.candidate_variance(model.log_count)
+    average = catalogue.mean(0)
+    # Near items of the catalogue, so that some of them are listed and some are not.
+    near = catalogue[: len(ADDED_WIDENING)]
+    added_items = near + 0.1 * catalogue.std() * torch.randn(near.shape, generator=generator)
+    added_variance = variance.max() * torch.tensor(ADDED_WIDENING[: len(near)])
+    items, variance = torch.cat([catalogue, added_items]), torch.cat([variance, added_variance])
+    scores = model.head(state, items, variance, average)
 
     place = torch.arange(len(state.mean))
     is_drawn = (place % 3 == 1)[:, None]
     kappa = torch.tensor([-1.0, 0.0, 1.5])[place % 3]
     drawn = state.mean + torch.randn(state.mean.shape, generator=generator) / state.precision.sqrt()
     order_by = Gaussian(drawn.where(is_drawn, state.mean), state.precision.masked_fill(is_drawn, torch.inf))
-    order = model.score(order_by)
-    average = model.head.readout(order_by).mean @ model.catalogue().mean(0)
-    key = order.logit.where(is_drawn, order.mean - average[:, None] + kappa[:, None] * order.variance.sqrt())
+    order = model.head(order_by, items, variance, average)
+    order_average = model.head.readout(order_by).mean @ average
+    key = order.logit.where(is_drawn, order.mean - order_average[:, None] + kappa[:, None] * order.variance.sqrt())
     key[0] = scores.logit[0]
     # Backwards, so that taking the first rows instead of the named ones cannot pass.
     ordered = place[1:].flip(0)
@@ -585,12 +591,14 @@ def _ranker_case(
 
     log_probability = (possible / temperature).log_softmax(-1)
     probability = log_probability.exp()
-    squares = model.catalogue()[top.indices].square()
+    squares = items[top.indices].square()
     prior = (squares * prior_readout_variance(model)).sum(-1)
     left = (squares * model.head.readout(state).variance[:, None]).sum(-1)
     inputs = {
         "mean": state.mean,
         "precision": state.precision,
+        "added_items": added_items,
+        "added_variance": added_variance,
         "seen": history,
         "blocked": blocked,
         "k": torch.tensor([k]),

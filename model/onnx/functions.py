@@ -163,6 +163,9 @@ def GaussianTopK(
     items,
     candidate_variance,
     catalogue_mean,
+    prior_variance,
+    added_items,
+    added_variance,
     seen,
     blocked,
     k,
@@ -176,6 +179,9 @@ def GaussianTopK(
 ):
     """Score every item, normalise over the unseen ones, list the k best (math.md, "Scoring", "Policies").
 
+    The A items that were added since the model was trained stand behind the catalogue, with the numbers V … V+A−1, and
+    are treated as its own (math.md, "Items that were never trained"); W = V + A.
+
     A list is ordered by the row's own logit, and in the P rows that `order_rows` names by
 
         (μ_i − ⟨z,ē⟩)/√(1 + s·c·v_i) + κ·√v_i
@@ -183,27 +189,35 @@ def GaussianTopK(
     of another readout; nothing else changes with it. A batch without such rows (P = 0) pays nothing for them.
 
     Inputs: readout `mean`, `variance` (B,D); `items` (V,D); `candidate_variance` (V,); `catalogue_mean` (D,);
+    `prior_variance` (D,), the readout's of a user nobody has seen; `added_items` (A,D), `added_variance` (A,);
     `seen` (B,S), item numbers outside the normaliser; `blocked` (B,X), item numbers outside the list;
     `k` (1,); `temperature` and `variance_scale` c scalars; `order_rows` (P,), each of the B at most once; the readout
     to order by, `order_mean`, `order_variance` (P,D); `order_shrinkage` s and `order_kappa` κ (P,).
 
     Outputs: per listed item (B,k) `numbers`, `order_key` (what the list is ordered by), `logit` (both −inf where fewer
-    than k are left), `score_mean`, `score_variance`; per user (B,) `log_partition` of logit/T, `entropy` in nats; −inf
-    and 0 for one who has seen everything.
+    than k are left), `score_mean`, `score_variance`, `reliability` (NaN without variance); per user (B,)
+    `log_partition` of logit/T, `entropy` in nats; −inf and 0 for one who has seen everything.
     """
-    # Each step over all items is a pass over B·V numbers, so as much as possible happens before, to the small inputs
-    # and to the constant tables, which are worked out once when the graph is loaded.
+    # Each step over all items is a pass over B·W numbers, so as much as possible happens before, to the small inputs
+    # and to the constant tables, which are worked out once when the graph is loaded. So the added items are not rows of
+    # those tables: their scores are put behind the catalogue's.
     from_average = op.Transpose(items - op.Unsqueeze(catalogue_mean, [0]), perm=[1, 0])
+    added_from_average = op.Transpose(added_items - op.Unsqueeze(catalogue_mean, [0]), perm=[1, 0])
     one = op.CastLike(op.Constant(value_floats=[1.0]), mean)
     ones_V1 = op.Expand(one, op.Concat(op.Shape(items, start=0, end=1), op.Constant(value_ints=[1]), axis=0))
+    ones_A1 = op.Expand(one, op.Concat(op.Shape(added_items, start=0, end=1), op.Constant(value_ints=[1]), axis=0))
     spread = op.Concat(items * items, op.Unsqueeze(candidate_variance, [1]), ones_V1, axis=1)
+    added_spread = op.Concat(added_items * added_items, op.Unsqueeze(added_variance, [1]), ones_A1, axis=1)
     energy = op.ReduceMean(mean * mean + variance, [-1], keepdims=1)
     ones_B1 = op.Expand(one, op.Shape(energy))
     uncertainty = op.Concat(variance_scale * variance, variance_scale * energy, ones_B1, axis=1)
     # 1 + c·v of every item in one product.
     spread_by_item = op.Transpose(spread, perm=[1, 0])
-    inflation = op.MatMul(uncertainty, spread_by_item)
-    tempered = op.MatMul(mean / temperature, from_average) / op.Sqrt(inflation)
+    added_spread_by_item = op.Transpose(added_spread, perm=[1, 0])
+    known_tempered = op.MatMul(mean / temperature, from_average) / op.Sqrt(op.MatMul(uncertainty, spread_by_item))
+    added_inflation = op.MatMul(uncertainty, added_spread_by_item)
+    added_tempered = op.MatMul(mean / temperature, added_from_average) / op.Sqrt(added_inflation)
+    tempered = op.Concat(known_tempered, added_tempered, axis=1)
 
     # Finite: −inf times a weight of 0 would be NaN.
     far_below = op.CastLike(op.Constant(value_float=-1e30), mean)
@@ -222,24 +236,49 @@ def GaussianTopK(
     order_energy = op.ReduceMean(order_mean * order_mean + order_variance, [-1], keepdims=1)
     zeros_P1 = op.Expand(op.CastLike(op.Constant(value_floats=[0.0]), mean), op.Shape(order_energy))
     order_uncertainty = op.Concat(order_variance, order_energy, zeros_P1, axis=1)
-    order_score_variance = op.MatMul(order_uncertainty, spread_by_item)
+    order_centred = op.Concat(
+        op.MatMul(order_mean / temperature, from_average),
+        op.MatMul(order_mean / temperature, added_from_average),
+        axis=1,
+    )
+    order_score_variance = op.Concat(
+        op.MatMul(order_uncertainty, spread_by_item), op.MatMul(order_uncertainty, added_spread_by_item), axis=1
+    )
     order_inflation = 1.0 + op.Unsqueeze(variance_scale * order_shrinkage, [1]) * order_score_variance
     order_bonus = op.Unsqueeze(order_kappa / temperature, [1]) * op.Sqrt(order_score_variance)
-    order_tempered = op.MatMul(order_mean / temperature, from_average) / op.Sqrt(order_inflation) + order_bonus
+    order_tempered = order_centred / op.Sqrt(order_inflation) + order_bonus
     ordered = op.ScatterND(tempered, op.Unsqueeze(order_rows, [1]), order_tempered)
 
     listable = op.ScatterElements(ordered, blocked, op.Expand(never, op.Shape(blocked)), axis=1)
     tempered_key, numbers = op.TopK(listable, k, axis=-1)
     order_key = tempered_key * temperature
-    listed_items = op.Gather(items, numbers, axis=0)
+    # Each from its own table; a row of zeros, so that there is one to read where nothing was added.
+    num_known = op.Shape(items, start=0, end=1)
+    is_known = op.Less(numbers, num_known)
+    known_row = op.Min(numbers, op.Sub(num_known, op.Constant(value_ints=[1])))
+    added_row = op.Max(op.Sub(numbers, num_known), op.Constant(value_ints=[0]))
+    zero_row = op.Expand(op.CastLike(op.Constant(value_floats=[0.0]), mean), op.Shape(added_items, start=1, end=2))
+    added_or_zero = op.Concat(added_items, op.Unsqueeze(zero_row, [0]), axis=0)
+    added_variance_or_zero = op.Concat(added_variance, op.CastLike(op.Constant(value_floats=[0.0]), mean), axis=0)
+    listed_items = op.Where(
+        op.Unsqueeze(is_known, [2]), op.Gather(items, known_row, axis=0), op.Gather(added_or_zero, added_row, axis=0)
+    )
+    listed_variance = op.Where(
+        is_known,
+        op.Gather(candidate_variance, known_row, axis=0),
+        op.Gather(added_variance_or_zero, added_row, axis=0),
+    )
     score_mean = op.ReduceSum(listed_items * op.Unsqueeze(mean, [1]), [-1], keepdims=0)
-    state_variance = op.ReduceSum(listed_items * listed_items * op.Unsqueeze(variance, [1]), [-1], keepdims=0)
-    score_variance = state_variance + energy * op.Gather(candidate_variance, numbers, axis=0)
+    squares = listed_items * listed_items
+    state_variance = op.ReduceSum(squares * op.Unsqueeze(variance, [1]), [-1], keepdims=0)
+    score_variance = state_variance + energy * listed_variance
+    unresolved = state_variance / op.ReduceSum(squares * prior_variance, [-1], keepdims=0)
+    reliability = op.Clip(1.0 - unresolved, 0.0, 1.0)
     # From what is listed, whatever it was ordered by: reading `tempered` again would keep it, at a copy of B·V numbers.
     average = op.MatMul(mean, op.Unsqueeze(catalogue_mean, [1]))
     listed_logit = (score_mean - average) / op.Sqrt(1.0 + variance_scale * score_variance)
     logit = op.Where(op.IsInf(tempered_key), never, listed_logit)
-    return numbers, order_key, logit, score_mean, score_variance, log_partition, entropy
+    return numbers, order_key, logit, score_mean, score_variance, reliability, log_partition, entropy
 
 
 FUNCTIONS = (KrigingAttention, SandwichAttention, KalmanUpdate, DynamicsPredict, PostNormPredict, GaussianTopK)
@@ -302,7 +341,7 @@ def emit_gaussian_top_k(inputs: tuple[Tensor, ...], num_listed: int) -> tuple[Te
     batch = inputs[0].shape[0]
     listed, per_user = (batch, num_listed), (batch,)
     float_, int_ = torch.float32, torch.int64
-    return _emit("GaussianTopK", inputs, (listed,) * 5 + (per_user,) * 2, dtypes=(int_,) + (float_,) * 6)
+    return _emit("GaussianTopK", inputs, (listed,) * 6 + (per_user,) * 2, dtypes=(int_,) + (float_,) * 7)
 
 
 def attach_bodies(model: onnx.ModelProto) -> tuple[str, ...]:

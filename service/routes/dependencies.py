@@ -14,6 +14,7 @@ from service.drift import DriftWatch
 from service.ingest import checked_field
 from service.lifecycle import Life
 from service.models import Model, Models
+from service.run_time_items import RunTimeItems
 from service.schemas import ID_SCHEMA
 from service.slates import RECOMMENDATION_ID, Slates, check_recommendation_id
 from service.values import check_id
@@ -72,6 +73,11 @@ async def get_drift(request: Request) -> DriftWatch:
     return (await get_life(request)).drift
 
 
+async def get_run_time_items(request: Request) -> RunTimeItems:
+    """The items added at run time."""
+    return (await get_life(request)).run_time_items
+
+
 async def get_batches(request: Request) -> Batches:
     """What answers several requests at once."""
     return (await get_life(request)).batches
@@ -93,6 +99,7 @@ ItemIdDep = Annotated[str, Depends(get_item_id)]
 RecommendationIdDep = Annotated[str, Depends(get_recommendation_id)]
 SlatesDep = Annotated[Slates, Depends(get_slates)]
 DriftDep = Annotated[DriftWatch, Depends(get_drift)]
+RunTimeItemsDep = Annotated[RunTimeItems, Depends(get_run_time_items)]
 BatchesDep = Annotated[Batches, Depends(get_batches)]
 
 

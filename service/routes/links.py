@@ -15,12 +15,15 @@ VERSION_READY = "model_ready_of_version_v2_models__name__versions__version__read
 VERSION_INFER = "infer_of_version_v2_models__name__versions__version__infer_post"
 PUT_ACTIVE = "put_active_v1_models_active_put"
 GET_ACTIVE = "get_active_v1_models_active_get"
+GET_ITEM = "get_item_v1_items__item_id__get"
+DELETE_ITEM = "delete_item_v1_items__item_id__delete"
 
 Link = tuple[str, Mapping[str, str]] | tuple[str, Mapping[str, str], Mapping[str, str]]
 """An operation, its parameters, and perhaps its body, as runtime expressions over the request and the answer before."""
 
 RECOMMENDATION: Mapping[str, str] = {"recommendation_id": "$response.body#/recommendation_id"}
 FIRST_ITEM: Mapping[str, str] = {"item_id": "$response.body#/items/0/item_id"}
+ITEM: Mapping[str, str] = {"item_id": "$response.body#/item_id"}
 USER: Mapping[str, str] = {"user_id": "$response.body#/user_id"}
 FIRST_USER: Mapping[str, str] = {"user_id": "$request.body#/events/0/user_id"}
 FIRST_VERSION: Mapping[str, str] = {"name": "$response.body#/name", "version": "$response.body#/versions/0"}

@@ -2,6 +2,7 @@
 
 from service.states.interface import (
     MAX_EVENTS_PER_CALL,
+    AddedItems,
     AppendStatus,
     CatalogMismatch,
     Claim,
@@ -11,6 +12,7 @@ from service.states.interface import (
     Loaded,
     NotReplicated,
     OutboxFull,
+    PutStatus,
     SlateRef,
     StateError,
     StateUnavailable,
@@ -26,6 +28,7 @@ from service.states.redis import RedisStore
 
 __all__ = [
     "MAX_EVENTS_PER_CALL",
+    "AddedItems",
     "AppendStatus",
     "CatalogMismatch",
     "Claim",
@@ -36,6 +39,7 @@ __all__ = [
     "MemoryStore",
     "NotReplicated",
     "OutboxFull",
+    "PutStatus",
     "RedisStore",
     "SlateRef",
     "StateError",

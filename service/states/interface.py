@@ -2,8 +2,9 @@
 
 A store keeps, per user or anonymous session, the last `max_len` events, the set of items ever seen, the
 identities of recent events, the encoded states of models and the slates that were served, and it hands every
-event to retraining through an outbox. It promises: every call is atomic per subject, events with an identity
-are stored once, and no value of another subject is ever returned.
+event to retraining through an outbox. It also keeps the items that were added at run time, once for all. It
+promises: every call is atomic per subject, events with an identity are stored once, and no value of another
+subject is ever returned.
 
     StateError              base
     ├── StateUnavailable    the world: time-out, connection, server error. A write may have happened
@@ -15,7 +16,7 @@ are stored once, and no value of another subject is ever returned.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol
@@ -29,6 +30,7 @@ from service.filtered import State
 MAX_EVENTS_PER_CALL = 1000
 """Bound on one `append`: a script holds the server for its whole run."""
 MAX_SLATE_TTL_S = 86_400
+MAX_ADDED_ITEMS = 10_000
 MAX_TIMESTAMP_MS = 2**47
 MAX_ITEM_NUMBER = 2**32
 MAX_WEIGHT = 2.0**127
@@ -194,6 +196,28 @@ class SlateRef:
     """Since 1970."""
 
 
+@dataclass(frozen=True, slots=True)
+class AddedItems:
+    """The items that were added at run time, at one moment."""
+
+    version: int
+    """Another one after every change; 0: nothing was ever added."""
+    metadata: Mapping[str, str]
+    """Item id → JSON object."""
+
+
+class PutStatus(StrEnum):
+    """What became of an item that was put."""
+
+    added = "added"
+    replaced = "replaced"
+    """It was there with other metadata."""
+    unchanged = "unchanged"
+    """It was there with these."""
+    full = "full"
+    """It was not there, and there are as many as there may be. Nothing was written."""
+
+
 class AppendStatus(StrEnum):
     """What became of one event of an `append`."""
 
@@ -241,6 +265,8 @@ class StoreLimits:
     """Entries in each of the 256 outbox streams; at the limit writes are refused."""
     unknown_limit: int = 100_000
     """Ids outside the catalogue that get a number."""
+    added_limit: int = MAX_ADDED_ITEMS
+    """Items added at run time."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -291,8 +317,8 @@ def check_batch(events: Sequence[Event]) -> None:
 
 
 class Store(Protocol):
-    """The verbs. Every method may raise StateUnavailable, and those that append, absorb, close, turn pages, erase and
-    number may raise NotReplicated; further errors are named per method."""
+    """The verbs. Every method may raise StateUnavailable, and those that append, absorb, close, turn pages, erase,
+    number, put and remove may raise NotReplicated; further errors are named per method."""
 
     def server_of(self, key: str) -> str:
         """The server that has a key, as far as it is known; empty when there is one alone. Asks nobody."""
@@ -429,6 +455,23 @@ class Store(Protocol):
 
     async def ids_for_unknown(self, numbers: Sequence[int]) -> dict[int, str]:
         """The ids behind such numbers; a number never handed out is left out of the answer."""
+        ...
+
+    async def put_item(self, item_id: str, metadata: str) -> PutStatus:
+        """Add an item, or give it other metadata.
+
+        Args:
+            item_id: which one.
+            metadata: a JSON object. Equal metadata are equal texts: the caller sees to the order of names.
+        """
+        ...
+
+    async def remove_item(self, item_id: str) -> bool:
+        """Take an item that was added away again; False when it was not there."""
+        ...
+
+    async def added_items(self, known_version: int) -> AddedItems | None:
+        """The items that were added; None when they are still those of a version that the caller has."""
         ...
 
     async def register_model(self, model_version: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from model.config import UNKNOWN_BASE
 from service.states.interface import (
+    AddedItems,
     AppendStatus,
     Claim,
     Clock,
@@ -17,6 +18,7 @@ from service.states.interface import (
     Event,
     Loaded,
     OutboxFull,
+    PutStatus,
     SlateRef,
     StoreLimits,
     Subject,
@@ -119,6 +121,7 @@ class MemoryStore:
         self._outbox: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
         self._numbers: dict[str, int] = {}
         self._item_ids: dict[int, str] = {}
+        self._added = AddedItems(0, {})
 
     def server_of(self, key: str) -> str:
         """As in `Store`."""
@@ -405,6 +408,30 @@ class MemoryStore:
     async def ids_for_unknown(self, numbers: Sequence[int]) -> dict[int, str]:
         """As in `Store`."""
         return {number: self._item_ids[number] for number in numbers if number in self._item_ids}
+
+    async def put_item(self, item_id: str, metadata: str) -> PutStatus:
+        """As in `Store`."""
+        held = self._added.metadata.get(item_id)
+        if held == metadata:
+            return PutStatus.unchanged
+        if held is None and len(self._added.metadata) >= self._limits.added_limit:
+            return PutStatus.full
+        self._change_items({**self._added.metadata, item_id: metadata})
+        return PutStatus.added if held is None else PutStatus.replaced
+
+    async def remove_item(self, item_id: str) -> bool:
+        """As in `Store`."""
+        if item_id not in self._added.metadata:
+            return False
+        self._change_items({each: text for each, text in self._added.metadata.items() if each != item_id})
+        return True
+
+    def _change_items(self, metadata: dict[str, str]) -> None:
+        self._added = AddedItems(max(self._added.version + 1, self._clock()), metadata)
+
+    async def added_items(self, known_version: int) -> AddedItems | None:
+        """As in `Store`."""
+        return None if known_version == self._added.version else self._added
 
     async def register_model(self, model_version: str) -> None:
         """As in `Store`; here an erasure looks through all states, so nothing needs to be remembered."""

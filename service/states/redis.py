@@ -20,6 +20,7 @@ from service.states.cluster import PatientCluster
 from service.states.commands import Client, Commands
 from service.states.confirming import run_confirmed
 from service.states.interface import (
+    AddedItems,
     AppendStatus,
     CacheForm,
     CatalogMismatch,
@@ -29,6 +30,7 @@ from service.states.interface import (
     Event,
     Loaded,
     OutboxFull,
+    PutStatus,
     SlateRef,
     StateUnavailable,
     StoreLimits,
@@ -359,6 +361,25 @@ class RedisStore:
         return {
             number: item_id.decode() for number, item_id in zip(numbers, item_ids, strict=True) if item_id is not None
         }
+
+    async def put_item(self, item_id: str, metadata: str) -> PutStatus:
+        """As in `Store`."""
+        arguments = [self._clock(), self._limits.added_limit, item_id, metadata]
+        status: bytes = await self._write(scripts.PUT_ITEM, [scripts.ITEMS_KEY], arguments)
+        return PutStatus(status.decode())
+
+    async def remove_item(self, item_id: str) -> bool:
+        """As in `Store`."""
+        return bool(await self._write(scripts.REMOVE_ITEM, [scripts.ITEMS_KEY], [self._clock(), item_id]))
+
+    async def added_items(self, known_version: int) -> AddedItems | None:
+        """As in `Store`."""
+        reply: list[bytes] | None = await self._ask(scripts.LOAD_ITEMS, [scripts.ITEMS_KEY], [known_version])
+        if reply is None:
+            return None
+        fields = dict(zip(reply[::2], reply[1::2], strict=True))
+        version = int(fields.pop(b"v", 0))
+        return AddedItems(version, {field[1:].decode(): text.decode() for field, text in fields.items()})
 
     async def register_model(self, model_version: str) -> None:
         """As in `Store`."""

@@ -16,6 +16,8 @@ NUM_BUCKETS = 256
 
 UNKNOWN_KEY = "bft:1:unknown"
 """Hash of ids outside the catalogue, both ways: `i<id>` → number, `n<number>` → id."""
+ITEMS_KEY = "bft:1:items"
+"""Hash of the items added at run time: `i<id>` → its metadata, a JSON object; `v` → the version of them all."""
 MODELS_KEY = "bft:1:models"
 """Sorted set of the model versions that may have states, by the time of their registration in ms."""
 MAX_MODELS = 256
@@ -601,4 +603,51 @@ for offset, index in ipairs(new) do
   redis.call('HSET', KEYS[1], 'i' .. ARGV[index], number, 'n' .. number, ARGV[index])
 end
 return numbers
+""")
+
+# A version is no plain counter: after the server lost its data it would come to a number that replicas have seen.
+_NEXT_VERSION = """
+local function next_version(key, now_ms)
+  local version = math.max(tonumber(redis.call('HGET', key, 'v') or 0) + 1, tonumber(now_ms))
+  return string.format('%.0f', version)
+end
+"""
+
+PUT_ITEM = Script(
+    _NEXT_VERSION
+    + """
+-- Add an item at run time, or give it other metadata.
+-- KEYS  1 the hash of added items
+-- ARGV  1 now, ms  2 items that there may be  3 item id  4 metadata
+-- Returns 'added', 'replaced', 'unchanged' or 'full'; with the last two nothing was written.
+local field = 'i' .. ARGV[3]
+local held = redis.call('HGET', KEYS[1], field)
+if held == ARGV[4] then return 'unchanged' end
+local count = redis.call('HLEN', KEYS[1]) - redis.call('HEXISTS', KEYS[1], 'v')
+if not held and count >= tonumber(ARGV[2]) then return 'full' end
+redis.call('HSET', KEYS[1], field, ARGV[4], 'v', next_version(KEYS[1], ARGV[1]))
+return held and 'replaced' or 'added'
+"""
+)
+
+REMOVE_ITEM = Script(
+    _NEXT_VERSION
+    + """
+-- Take an item away that was added at run time.
+-- KEYS  1 the hash of added items
+-- ARGV  1 now, ms  2 item id
+-- Returns 1, or 0 when it was not there.
+if redis.call('HDEL', KEYS[1], 'i' .. ARGV[2]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'v', next_version(KEYS[1], ARGV[1]))
+return 1
+"""
+)
+
+LOAD_ITEMS = Script("""
+-- All items that were added at run time, unless the caller has them.
+-- KEYS  1 the hash of added items
+-- ARGV  1 the version that the caller has; 0: none
+-- Returns fields and values in turn, empty when there never was an item; nil when they are of that version.
+if (redis.call('HGET', KEYS[1], 'v') or '0') == ARGV[1] then return false end
+return redis.call('HGETALL', KEYS[1])
 """)

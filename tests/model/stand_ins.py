@@ -9,6 +9,7 @@ import numpy as np
 
 from model.bundle import (
     FEATURES,
+    NEW_ITEMS,
     WEIGHTS,
     Calibration,
     CalibrationReport,
@@ -18,6 +19,7 @@ from model.bundle import (
     write_bundle,
 )
 from model.config import ModelConfig
+from model.new_items import NewItems, write_new_items
 
 GRAPHS = {"encoder": ("KalmanUpdate",), "step": (), "ranker": ("GaussianTopK",), "explainer": ()}
 """Every graph a bundle may have, with its nodes of the domain `bft`."""
@@ -84,6 +86,7 @@ def fill(staging: Path, seed: int = 0) -> None:
         (staging / f"{graph}.onnx").write_bytes(f"stand-in for {graph}".encode())
     (staging / WEIGHTS).write_bytes(np.random.default_rng(seed).bytes(64))
     items_frame(ITEM_IDS, TRAINING_COUNTS, TITLES).write_parquet(staging / "items.parquet")
+    write_new_items(NewItems(np.array([0.5, -0.5]), 0.1, 0.02), staging / NEW_ITEMS)
     (staging / "calibration.json").write_text(CALIBRATION.model_dump_json())
     np.savez(staging / "golden.npz", **golden_arrays(GOLDEN))
 

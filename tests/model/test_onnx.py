@@ -205,6 +205,8 @@ def test_inputs_and_outputs_carry_their_public_names_and_axes(exported: Exported
     assert axes(ranker.input) == {
         "mean": ["batch", width],
         "precision": ["batch", width],
+        "added_items": ["num_added", width],
+        "added_variance": ["num_added"],
         "seen": ["batch", "num_seen"],
         "blocked": ["batch", "num_blocked"],
         "k": [1],
@@ -294,6 +296,11 @@ NO_ORDER: Arrays = {
     "order_kappa": np.empty(0, np.float32),
 }
 """Every list by its own logit."""
+NOTHING_ADDED: Arrays = {
+    "added_items": np.empty((0, small_config().width), np.float32),
+    "added_variance": np.empty(0, np.float32),
+}
+"""The catalogue alone."""
 
 
 def rank(
@@ -304,15 +311,20 @@ def rank(
     k: int,
     temperature: float = TEMPERATURE,
     order: Arrays | None = None,
+    added: Arrays | None = None,
 ) -> Arrays:
-    inputs = state | {
-        "seen": numbers(seen),
-        "blocked": numbers(blocked),
-        "k": np.array([k]),
-        "temperature": np.array(temperature, np.float32),
-        "variance_scale": exported.model.head.shrinkage().detach().numpy(),
-        **(order or NO_ORDER),
-    }
+    inputs = (
+        state
+        | (added or NOTHING_ADDED)
+        | {
+            "seen": numbers(seen),
+            "blocked": numbers(blocked),
+            "k": np.array([k]),
+            "temperature": np.array(temperature, np.float32),
+            "variance_scale": exported.model.head.shrinkage().detach().numpy(),
+            **(order or NO_ORDER),
+        }
+    )
     return exported.run("ranker", inputs)
 
 
@@ -561,6 +573,108 @@ def test_a_certain_state_orders_as_its_own_logit_does_and_kappa_adds_nothing_to_
     )
 
     np.testing.assert_array_equal(own["items"], other["items"])
+
+
+# --- items that were added since ----------------------------------------------------------------------------
+
+
+def some_added(exported: Exported, rng: np.random.Generator, size: int) -> Arrays:
+    """Rows like the catalogue's, wide ones; without variance for a plain model."""
+    scale = exported.model.item_embedding.weight.detach().std().item()
+    rows = rng.normal(scale=scale, size=(size, small_config().width)).astype(np.float32)
+    wide = rng.uniform(1, 3, size).astype(np.float32)
+    return {"added_items": rows, "added_variance": wide if exported.model.config.filtering else np.zeros_like(wide)}
+
+
+class Grown(BruteForce):
+    """One user's catalogue with added rows behind it, in float64: their variance is given, and the average is still
+    that of the catalogue alone."""
+
+    def __init__(self, exported: Exported, state: Arrays, row: int, added: Arrays) -> None:
+        super().__init__(exported, state, row)
+        params = self.params
+        user = reference.final_state(self.mean, self.precision, params["final_norm_weight"], params["final_norm_bias"])
+        catalogue = params["token_embedding"][FIRST_ITEM:]
+        items = np.concatenate([catalogue, added["added_items"].astype(np.float64)])
+        own = reference.candidate_variance(
+            params["training_count"][FIRST_ITEM:],
+            float(params["candidate_intercept"]),
+            float(params["candidate_slope_raw"]),
+        )
+        variance = np.concatenate([own, added["added_variance"].astype(np.float64)])
+        self.score_mean = reference.score_mean(user.user, items)
+        self.score_variance = reference.score_variance(user.user, user.user_variance, items, variance)
+        average = float(user.user @ catalogue.mean(axis=0))
+        shrinkage = float(reference.softplus(params["score_shrinkage_raw"])) if exported.model.config.filtering else 0.0
+        self.logit = reference.predictive_logit(self.score_mean, average, self.score_variance, shrinkage)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_added_items_are_ranked_and_normalised_as_if_they_were_the_catalogue_s_last(
+    exported: Exported, size: int
+) -> None:
+    rng = np.random.default_rng(30 + size)
+    state, added = states(rng, 3, plain=not exported.model.config.filtering), some_added(exported, rng, size)
+    last = FIRST_ITEM + NUM_ITEMS + size - 1
+    seen, blocked = [[last, 5], [], [4]], [[5], [last, 6], []]
+    k = NUM_ITEMS + size
+
+    found = rank(exported, state, seen, blocked, k, added=added)
+
+    for row in range(3):
+        truth = Grown(exported, state, row, added)
+        left = [n for n in range(FIRST_ITEM, last + 1) if n not in blocked[row]]
+        expected = sorted(left, key=lambda number: -truth.logit[number - FIRST_ITEM])
+        assert found["items"][row, : len(left)].tolist() == expected
+        rows = np.array(expected) - FIRST_ITEM
+        for name in ("logit", "score_mean", "score_variance"):
+            assert_close(found[name][row, : len(left)], getattr(truth, name)[rows], FLOAT32_TOL, name)
+        assert_close(found["order_key"][row, : len(left)], truth.logit[rows], FLOAT32_TOL, "order key")
+        possible = np.delete(truth.logit, np.array(seen[row], int) - FIRST_ITEM) / TEMPERATURE
+        log_partition = np.log(np.exp(possible).sum())
+        probability = np.exp(possible - log_partition)
+        assert_close(found["log_partition"][row], log_partition, FLOAT32_TOL, "log partition")
+        assert_close(found["entropy"][row], -(probability * np.log(probability)).sum(), FLOAT32_TOL, "entropy")
+
+
+def test_added_items_are_ordered_by_a_policy_s_key_too(on: Exported) -> None:
+    rng = np.random.default_rng(40)
+    state, added = states(rng, 2, plain=False), some_added(on, rng, 2)
+    k = NUM_ITEMS + 2
+
+    found = rank(
+        on,
+        state,
+        [[], []],
+        [[], []],
+        k,
+        order=order_of([1], {n: v[1:] for n, v in state.items()}, [0.0], [2.0]),
+        added=added,
+    )
+
+    truth = Grown(on, state, 1, added)
+    catalogue = truth.params["token_embedding"][FIRST_ITEM:]
+    user = reference.final_state(
+        truth.mean, truth.precision, truth.params["final_norm_weight"], truth.params["final_norm_bias"]
+    ).user
+    key = truth.score_mean - user @ catalogue.mean(axis=0) + 2 * np.sqrt(truth.score_variance)
+    expected = np.argsort(-key)
+    assert (found["items"][1] - FIRST_ITEM).tolist() == expected.tolist()
+    assert_close(found["order_key"][1], key[expected], FLOAT32_TOL, "order key")
+
+
+def test_nothing_added_changes_nothing_and_an_item_nobody_can_want_takes_no_probability(on: Exported) -> None:
+    state = states(np.random.default_rng(41), 1, plain=False)
+    far = {
+        "added_items": np.full((1, small_config().width), 0.0, np.float32),
+        "added_variance": np.zeros(1, np.float32),
+    }
+
+    alone = rank(on, state, [[]], [[]], NUM_ITEMS)
+    blocked = rank(on, state, [[FIRST_ITEM + NUM_ITEMS]], [[FIRST_ITEM + NUM_ITEMS]], NUM_ITEMS, added=far)
+
+    for name, values in alone.items():
+        np.testing.assert_allclose(blocked[name], values, rtol=1e-6, err_msg=name)
 
 
 # --- each function body alone -------------------------------------------------------------------------------

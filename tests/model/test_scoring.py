@@ -36,7 +36,7 @@ class Case(NamedTuple):
         return self.counts.to(self.items.dtype).log1p()
 
     def scores(self) -> Scores:
-        return self.head(self.state, self.items, self.log_count, self.items.mean(0))
+        return self.head(self.state, self.items, self.head.candidate_variance(self.log_count), self.items.mean(0))
 
     def params(self) -> dict[str, np.ndarray]:
         """The head and the catalogue under the names of tests/reference.py."""
@@ -129,7 +129,7 @@ def test_precisions_of_every_size_give_finite_scores_and_gradients(seed: int) ->
 @given(seed=st.integers(0, 2**32 - 1), filtering=st.booleans())
 def test_a_pair_scores_as_it_does_in_the_whole_table(seed: int, filtering: bool) -> None:
     case = draw_case(seed, users=5, num_items=5, filtering=filtering)
-    found = case.head.pairs(case.state, case.items, case.log_count, case.items.mean(0))
+    found = case.head.pairs(case.state, case.items, case.head.candidate_variance(case.log_count), case.items.mean(0))
     for pair, table in zip(found, case.scores(), strict=True):
         assert pair.shape == (5,)
         assert_close(pair, table.diagonal(), 1e-12)

@@ -17,6 +17,7 @@ from model.backbone import Backbone
 from model.build import build_model
 from model.bundle import (
     FEATURES,
+    NEW_ITEMS,
     Calibration,
     CalibrationReport,
     Event,
@@ -25,7 +26,9 @@ from model.bundle import (
     write_bundle,
 )
 from model.config import ModelConfig
+from model.new_items import write_new_items
 from model.onnx.export import ExportedGraphs, export_graphs
+from training.new_items import fit_new_items
 
 MAX_LEN = 8
 NUM_ITEMS = 800
@@ -96,6 +99,7 @@ def publish(model: Backbone, folder: Path) -> None:
         calibration = identity_calibration("next_new_item", model.head.shrinkage().item())
         exported.append(export_graphs(model, staging, calibration.temperature))
         items_frame(ITEM_IDS, COUNTS.numpy(), [None] * NUM_ITEMS).write_parquet(staging / "items.parquet")
+        write_new_items(fit_new_items(model).new_items, staging / NEW_ITEMS)
         (staging / "calibration.json").write_text(calibration.model_dump_json())
         np.savez(staging / "golden.npz", **golden_arrays(exported[0].golden))
         manifest.update(custom_ops=exported[0].custom_ops, parity_tolerance=exported[0].tolerance)

@@ -5,6 +5,7 @@ import json
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from model.config import FIRST_ITEM
 from model.registry import resolve
 from service import slates as slates_module
 from service.batches import Batches
+from service.candidates import Catalogue
 from service.context import unhurried
 from service.errors import ClientLeft, DeadlinePassed, Overloaded, RecommendationNotFound, ServiceError
 from service.schemas import RecommendationRequest, RecommendationResponse
@@ -719,9 +721,10 @@ def test_a_path_that_is_no_item_id_is_a_422_problem(server: Server, segment: str
 
 
 def test_a_list_of_similar_items_ends_with_the_catalogue_and_holds_nobody_twice(tiny: Path) -> None:
-    items = SimilarItems(open_bundle(resolve(tiny)))
+    bundle = open_bundle(resolve(tiny))
+    catalogue = Catalogue(bundle)
 
-    numbers, cosines = items.nearest(FIRST_ITEM + 3, 5000)
+    numbers, cosines = SimilarItems(bundle, catalogue).nearest(catalogue.current, FIRST_ITEM + 3, 5000)
 
     assert sorted([*numbers.tolist(), FIRST_ITEM + 3]) == list(range(FIRST_ITEM, FIRST_ITEM + NUM_ITEMS))
     assert (np.diff(cosines) <= 0).all()
@@ -732,7 +735,8 @@ async def test_queries_for_similar_items_that_wait_are_bounded_and_keep_their_de
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.similar.MAX_WAITING", 2)
-    items = SimilarItems(open_bundle(resolve(tiny)))
+    bundle = open_bundle(resolve(tiny))
+    items = SimilarItems(bundle, Catalogue(bundle))
 
     def ask(seconds: float = 60) -> Any:
         return items.to_item(ITEM_IDS[0], 1, unhurried("similar", seconds))
@@ -750,7 +754,7 @@ def test_weights_without_item_embeddings_are_refused_by_name(tiny: Path) -> None
     larger = bundle.manifest.model_copy(update={"num_items": NUM_ITEMS + 1})
 
     with pytest.raises(BundleError, match=r"model\.safetensors has no item_embedding\.weight of 805 × 16 float32"):
-        item_embeddings(type(bundle)(bundle.folder, larger, bundle.calibration, bundle.items))
+        item_embeddings(replace(bundle, manifest=larger))
 
 
 # ---- bad input -------------------------------------------------------------------------------------------

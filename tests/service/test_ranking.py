@@ -9,6 +9,7 @@ import pytest
 from model.bundle import Bundle, open_bundle
 from model.config import BOS, FIRST_ITEM, UNK, UNKNOWN_BASE
 from model.registry import resolve
+from service.candidates import NOTHING_ADDED, Candidates
 from service.engine import Ranking
 from service.errors import InferenceFailed
 from service.filtered import State
@@ -25,7 +26,7 @@ from service.ranking import (
 )
 from service.recommender import told_history
 from service.schemas import HistoryEvent, Policy, RecommendationRequest
-from tests.service.bundles import COUNTS, ITEM_IDS, NUM_ITEMS, calibrated_for, variant
+from tests.service.bundles import COUNTS, ITEM_IDS, MAX_LEN, NUM_ITEMS
 
 NOTHING = np.empty(0, np.int64)
 
@@ -71,28 +72,30 @@ def test_numbers_of_other_catalogues_are_unknown_unless_this_one_learned_the_id(
     assert found.tolist() == [FIRST_ITEM, UNK, FIRST_ITEM + 9, UNK, UNK]
 
 
-def test_seen_items_leave_normaliser_and_list_when_the_event_is_a_new_item(bundle: Bundle) -> None:
+def test_seen_items_leave_normaliser_and_list_when_the_event_is_a_new_item() -> None:
     user = history(2, 4, seen=np.array([5, 6]))
 
-    plain = filters(user, bundle, exclude_seen=True, exclude=[9, 5], allow=None)
-    with_seen = filters(user, bundle, exclude_seen=False, exclude=[9], allow=None)
+    plain = filters(user, "next_new_item", NUM_ITEMS, exclude_seen=True, exclude=[9, 5], allow=None)
+    with_seen = filters(user, "next_new_item", NUM_ITEMS, exclude_seen=False, exclude=[9], allow=None)
 
     assert (plain.seen.tolist(), plain.blocked.tolist()) == ([5, 6], [5, 6, 9])
     assert (with_seen.seen.tolist(), with_seen.blocked.tolist()) == ([5, 6], [9])
 
 
-def test_seen_items_stay_in_the_normaliser_when_the_event_is_any_item(tiny: Path, tmp_path: Path) -> None:
-    bundle = open_bundle(variant(tiny, tmp_path, calibrated_for("next_item"), event="next_item"))
+def test_seen_items_stay_in_the_normaliser_when_the_event_is_any_item() -> None:
+    user = history(2, 4, seen=np.array([5, 6]))
 
-    chosen = filters(history(2, 4, seen=np.array([5, 6])), bundle, exclude_seen=True, exclude=[], allow=None)
+    chosen = filters(user, "next_item", NUM_ITEMS, exclude_seen=True, exclude=[], allow=None)
 
     assert (chosen.seen.tolist(), chosen.blocked.tolist()) == ([], [5, 6])
 
 
-def test_an_allow_list_blocks_everything_else(bundle: Bundle) -> None:
-    chosen = filters(history(0, 4), bundle, exclude_seen=True, exclude=[7], allow=[4, 7])
+def test_an_allow_list_blocks_everything_else_items_added_at_run_time_too() -> None:
+    num_candidates = NUM_ITEMS + 2
 
-    assert chosen.blocked.tolist() == list(range(5, FIRST_ITEM + NUM_ITEMS))
+    chosen = filters(history(0, 4), "next_new_item", num_candidates, exclude_seen=True, exclude=[7], allow=[4, 7])
+
+    assert chosen.blocked.tolist() == list(range(5, FIRST_ITEM + num_candidates))
 
 
 def ranking_of(probability: list[float], items: list[int], reliability: float = 0.5) -> Ranking:
@@ -111,7 +114,9 @@ def ranking_of(probability: list[float], items: list[int], reliability: float = 
 
 def test_an_entry_carries_deviation_and_calibrated_confidence(bundle: Bundle) -> None:
     # The tiny bundle's map says σ(logit p) = p.
-    listed = entries(ranking_of([0.5, 0.25, 0.125], [8, 6, 7]), bundle, NOTHING, 3)
+    listed = entries(
+        ranking_of([0.5, 0.25, 0.125], [8, 6, 7]), bundle.calibration, Candidates.of(bundle, NOTHING_ADDED), NOTHING, 3
+    )
 
     assert [(entry.number, entry.score, entry.std, entry.reliability) for entry in listed] == [
         (8, 3.0, 2.0, 0.5),
@@ -141,13 +146,17 @@ def test_every_feature_reaches_the_confidence_map(bundle: Bundle) -> None:
 
 
 def test_what_cannot_be_the_event_has_confidence_zero(bundle: Bundle) -> None:
-    listed = entries(ranking_of([0.5, 0.25], [8, 6]), bundle, np.array([8]), 3)
+    listed = entries(
+        ranking_of([0.5, 0.25], [8, 6]), bundle.calibration, Candidates.of(bundle, NOTHING_ADDED), np.array([8]), 3
+    )
 
     assert [entry.confidence for entry in listed] == pytest.approx([0.0, 0.25])
 
 
 def test_a_plain_model_has_no_reliability(bundle: Bundle) -> None:
-    (entry,) = entries(ranking_of([0.5], [8], reliability=np.nan), bundle, NOTHING, 3)
+    (entry,) = entries(
+        ranking_of([0.5], [8], reliability=np.nan), bundle.calibration, Candidates.of(bundle, NOTHING_ADDED), NOTHING, 3
+    )
 
     assert entry.reliability is None
 
@@ -157,11 +166,13 @@ def test_a_confidence_that_is_no_number_is_an_error_and_no_shorter_list(bundle: 
     endless = replace(plain, mean_precision=np.inf)
 
     with pytest.raises(InferenceFailed, match=r"calibration\.json"):
-        entries(endless, bundle, NOTHING, 3)
+        entries(endless, bundle.calibration, Candidates.of(bundle, NOTHING_ADDED), NOTHING, 3)
 
 
 def test_the_confidence_of_a_list_is_the_sum_and_at_most_one(bundle: Bundle) -> None:
-    listed = entries(ranking_of([0.5, 0.25], [8, 6]), bundle, NOTHING, 3)
+    listed = entries(
+        ranking_of([0.5, 0.25], [8, 6]), bundle.calibration, Candidates.of(bundle, NOTHING_ADDED), NOTHING, 3
+    )
 
     assert list_confidence(listed) == pytest.approx(0.75)
     assert list_confidence(listed * 2) == 1.0
@@ -175,7 +186,7 @@ def told(row: int, **fields: object) -> HistoryEvent:
 def test_a_told_history_keeps_the_last_events_and_every_seen_item(bundle: Bundle) -> None:
     events = [told(row) for row in range(12)] + [told(20, weight=0)]
 
-    found = told_history(events, bundle)
+    found = told_history(events, MAX_LEN, Candidates.of(bundle, NOTHING_ADDED))
 
     assert found.count == 12
     assert found.items.tolist() == [row + FIRST_ITEM for row in range(4, 12)]
@@ -185,8 +196,8 @@ def test_a_told_history_keeps_the_last_events_and_every_seen_item(bundle: Bundle
 def test_a_told_history_with_one_undated_event_stays_in_its_order(bundle: Bundle) -> None:
     dated = [told(2, timestamp=30), told(1, timestamp=20), told(0, timestamp=20)]
 
-    assert told_history(dated, bundle).items.tolist() == [5, 4, 6]
-    assert told_history([*dated, told(3)], bundle).items.tolist() == [6, 5, 4, 7]
+    assert told_history(dated, MAX_LEN, Candidates.of(bundle, NOTHING_ADDED)).items.tolist() == [5, 4, 6]
+    assert told_history([*dated, told(3)], MAX_LEN, Candidates.of(bundle, NOTHING_ADDED)).items.tolist() == [6, 5, 4, 7]
 
 
 def test_a_told_history_carries_seconds_and_no_number_where_an_event_has_no_time(bundle: Bundle) -> None:
@@ -197,7 +208,7 @@ def test_a_told_history_carries_seconds_and_no_number_where_an_event_has_no_time
         told(3, timestamp="2025-11-29T14:00:00.5Z"),
     ]
 
-    found = told_history(events, bundle)
+    found = told_history(events, MAX_LEN, Candidates.of(bundle, NOTHING_ADDED))
 
     # `date -u -d 2025-11-29T14:00:00.5Z +%s.%N`
     np.testing.assert_array_equal(found.timestamps, [1_764_424_800.25, np.nan, 1_764_424_800.5])

@@ -10,6 +10,7 @@ from model.bundle import open_bundle
 from model.config import BOS, FIRST_ITEM
 from model.registry import resolve
 from service import recommender as recommender_module
+from service.candidates import Catalogue
 from service.context import RequestContext, unhurried
 from service.engine import EncoderRow, Heard, RankerRow, Ranking, StepRow
 from service.filtered import State
@@ -55,7 +56,8 @@ async def encoded(tiny: Path, asked: dict[str, object], events: list[Event]) -> 
     engine, subjects = RecordingEngine(), Subjects(bundle, store, Metrics())
     nobody = State(np.zeros(16, np.float32), np.ones(16, np.float32))
 
-    recommender = Recommender(bundle, subjects, engine, nobody, Metrics(), IdHasher(), Slates(store, Metrics()))
+    slates = Slates(store, Metrics())
+    recommender = Recommender(bundle, Catalogue(bundle), subjects, engine, nobody, Metrics(), IdHasher(), slates)
     await recommender.recommend(RecommendationRequest.model_validate(asked), unhurried("test", 60))
     await subjects.finish_saves()
 

@@ -20,6 +20,7 @@ import service.states.redis as redis_module
 from model.config import FIRST_ITEM, UNKNOWN_BASE
 from service.filtered import Cache, State
 from service.states import (
+    AddedItems,
     AppendStatus,
     CatalogMismatch,
     Claim,
@@ -28,6 +29,7 @@ from service.states import (
     Loaded,
     MemoryStore,
     OutboxFull,
+    PutStatus,
     RedisStore,
     StateUnavailable,
     Store,
@@ -1186,6 +1188,80 @@ async def test_unknown_ids_beyond_the_limit_get_no_number_and_take_none(world: W
     assert await store.numbers_for_unknown(["d", "a"]) == {"d": UNKNOWN_BASE + 1, "a": UNKNOWN_BASE}
 
 
+# ---- items added at run time -----------------------------------------------------------------------------
+
+
+async def test_items_are_put_replaced_and_removed_under_a_version_that_every_change_raises(world: World):
+    store, other = world.open(), world.open() if world.url else None
+    versions = []
+
+    async def items() -> dict[str, str]:
+        found = await (other or store).added_items(0)
+        assert found is not None
+        versions.append(found.version)
+        return dict(found.metadata)
+
+    assert await store.added_items(0) is None
+    assert await store.put_item("ü/1", "{}") is PutStatus.added
+    assert await items() == {"ü/1": "{}"}
+    assert await store.put_item("v", '{"genre":"Drama"}') is PutStatus.added
+    assert await items() == {"ü/1": "{}", "v": '{"genre":"Drama"}'}
+    assert await store.put_item("ü/1", '{"year":1999.0}') is PutStatus.replaced
+    assert await items() == {"ü/1": '{"year":1999.0}', "v": '{"genre":"Drama"}'}
+    assert await store.remove_item("v")
+    assert await items() == {"ü/1": '{"year":1999.0}'}
+    assert await store.remove_item("ü/1")
+    assert await items() == {}
+    assert versions == sorted(set(versions))
+
+
+async def test_what_changes_nothing_raises_no_version_and_a_known_version_is_not_sent_again(world: World):
+    store = world.open()
+    await store.put_item("a", "{}")
+    found = await store.added_items(0)
+    assert found is not None
+
+    assert await store.put_item("a", "{}") is PutStatus.unchanged
+    assert not await store.remove_item("b")
+
+    assert await store.added_items(found.version) is None
+    assert await store.added_items(found.version - 1) == AddedItems(found.version, {"a": "{}"})
+
+
+async def test_there_are_no_more_items_than_the_limit_and_those_there_can_still_be_changed(world: World):
+    store = world.open(replace(LIMITS, added_limit=2))
+    await store.put_item("a", "{}")
+    await store.put_item("b", "{}")
+
+    assert await store.put_item("c", "{}") is PutStatus.full
+    assert await store.put_item("b", '{"year":1.0}') is PutStatus.replaced
+    assert await store.remove_item("a")
+    assert await store.put_item("c", "{}") is PutStatus.added
+
+    found = await store.added_items(0)
+    assert found is not None
+    assert found.metadata == {"b": '{"year":1.0}', "c": "{}"}
+
+
+async def test_a_server_that_lost_its_items_does_not_come_back_to_a_version_it_had(server: World):
+    store = server.open()
+    await store.put_item("a", "{}")
+    before = await store.added_items(0)
+    assert before is not None
+    with server.client() as client:
+        client.flushall()
+
+    lost = await store.added_items(before.version)
+    server.clock.advance(s=1)
+    await store.put_item("b", "{}")
+    after = await store.added_items(before.version)
+
+    assert lost == AddedItems(0, {})
+    assert after is not None
+    assert after.version > before.version
+    assert after.metadata == {"b": "{}"}
+
+
 async def test_store_that_is_there_answers_a_ping(world: World):
     await world.open().ping()
 
@@ -1724,6 +1800,7 @@ SMALL = StoreLimits(
     session_ttl_s=86_400,
     slate_ttl_s=86_400,
     slate_limit=3,
+    added_limit=3,
 )
 
 
@@ -1840,6 +1917,14 @@ class SideBySide(RuleBasedStateMachine):
         self.both("numbers_for_unknown", item_ids)
         self.both("ids_for_unknown", [UNKNOWN_BASE + number for number in range(6)])
 
+    @rule(item_id=st.sampled_from("abcdef"), metadata=st.sampled_from(["{}", '{"year":1.0}']))
+    def put_item(self, item_id: str, metadata: str) -> None:
+        self.both("put_item", item_id, metadata)
+
+    @rule(item_id=st.sampled_from("abcdef"))
+    def remove_item(self, item_id: str) -> None:
+        self.both("remove_item", item_id)
+
     @rule()
     def outbox_fill(self) -> None:
         self.both("outbox_fill")
@@ -1856,6 +1941,8 @@ class SideBySide(RuleBasedStateMachine):
             assert in_memory == in_server
         for each in self.slate_ids[-5:]:
             self.both("load_slate", each)
+        # The clock moves both alike, so the versions agree too.
+        self.both("added_items", -1)
         for bucket_name in {bucket(subject.id) for subject in SUBJECTS}:
             assert self.memory.outbox_entries(bucket_name) == outbox_in(self.client, bucket_name)
 

@@ -12,6 +12,7 @@ import numpy as np
 from model.bundle import ENCODER, Bundle, open_bundle
 from model.config import BOS
 from model.registry import resolve
+from service.candidates import Catalogue
 from service.context import RequestContext, unhurried
 from service.engine import EncoderRow, Engine, Heard, RankerRow, Ranking, StepRow
 from service.filtered import State
@@ -113,7 +114,7 @@ async def served(registry: Path, open_store: Callable[[Bundle], Store]) -> Async
     try:
         engine, subjects = WatchedEngine(real), Subjects(bundle, store, metrics)
         slates = Slates(store, metrics)
-        recommender = Recommender(bundle, subjects, engine, nobody, metrics, IdHasher(), slates)
+        recommender = Recommender(bundle, Catalogue(bundle), subjects, engine, nobody, metrics, IdHasher(), slates)
         yield Served(bundle, store, engine, subjects, recommender, slates, metrics)
         await subjects.finish_saves()
         await slates.finish_saves()
