@@ -1,11 +1,11 @@
 """`bft-train cold` on the small bundle: its record, its report, and whom it refuses."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
+from benchmarks._bundles import add_copy
 from model import registry
 from model.bundle import open_bundle
 from tests.training.conftest import TrainedRun, bft_train
@@ -17,12 +17,8 @@ from training.study.records import read
 @pytest.fixture
 def held_out(trained: TrainedRun, tmp_path: Path) -> Path:
     """The small bundle, which says that it held users out. It did not; how good it is, is not asked here."""
-    folder = tmp_path / "bundle"
-    shutil.copytree(registry.resolve(trained.registry), folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["data"]["split"] = "users"
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
+    data = open_bundle(registry.resolve(trained.registry)).manifest.data
+    return tmp_path / add_copy(trained.registry, tmp_path, data={**data, "split": "users"})
 
 
 def test_a_judgement_writes_a_record_and_the_report_that_follows_from_it(
