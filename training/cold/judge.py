@@ -158,8 +158,9 @@ def _rank_unseen(signal: Signal, curves: Curves, is_first_Q: np.ndarray) -> np.n
 
 
 def chosen_default(blends: Sequence[FittedBlend]) -> str:
-    """The blend of the largest gain in NDCG@10 among those whose interval lies above 0; else the model alone."""
-    better = [blend for blend in blends if blend.ndcg_gain.low > 0]
+    """The blend of the largest gain in NDCG@10 among those that gain in it and in HR@10, with both intervals above 0;
+    else the model alone. A certain gain in NDCG@10 may be two places that changed in the one list of all newcomers."""
+    better = [blend for blend in blends if blend.ndcg_gain.low > 0 and blend.hr_gain.low > 0]
     return max(better, key=lambda blend: blend.ndcg_gain.value).name if better else MODEL
 
 

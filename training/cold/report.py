@@ -48,7 +48,7 @@ def answers(record: ColdRecord) -> list[str]:
     chosen = (
         "no blend with popularity was better on the validation half, or not with certainty"
         if record.default == MODEL
-        else "on the validation half it was better than the model, with an interval above 0"
+        else "on the validation half it was better than the model, with both intervals above 0"
     )
     off = [
         f"too {'high' if overstated.low > 0 else 'low'} for n = {question.num_events}"
@@ -99,8 +99,8 @@ def tables(record: ColdRecord) -> list[Table]:
                 "Order by (1 − w)·log p + w·log q: p the model's probability, q the share of the training uses, w ="
                 " σ(intercept + slope·x), x the logarithm of 1 + events or of the mean precision. The gains are of"
                 " validation users, each part of them answered by a blend that was fitted on the other; a user counts"
-                " once, by the mean over the questions. The largest gain in NDCG@10 becomes the default if its interval"
-                " lies above 0.",
+                " once, by the mean over the questions. A blend becomes the default if both its intervals lie above 0;"
+                " of several, the one of the largest gain in NDCG@10.",
             ),
         ),
     ]

@@ -213,9 +213,11 @@ def test_one_validation_user_is_too_few_to_choose_by() -> None:
 
 
 def test_the_default_is_the_largest_certain_gain() -> None:
-    def blend(name: str, gain: float, low: float) -> FittedBlend:
-        interval = Interval(value=gain, low=low, high=1.0)
-        return FittedBlend(name=name, signal="constant", intercept=0, slope=0, hr_gain=interval, ndcg_gain=interval)
+    def blend(name: str, gain: float, low: float, hr_low: float = 0.01) -> FittedBlend:
+        ndcg, hr = Interval(value=gain, low=low, high=1.0), Interval(value=0.02, low=hr_low, high=1.0)
+        return FittedBlend(name=name, signal="constant", intercept=0, slope=0, hr_gain=hr, ndcg_gain=ndcg)
 
-    assert chosen_default([blend("a", 0.03, 0.01), blend("b", 0.04, 0.02), blend("c", 0.09, -0.01)]) == "b"
-    assert chosen_default([blend("c", 0.09, -0.01)]) == MODEL
+    certain = [blend("a", 0.03, 0.01), blend("b", 0.04, 0.02)]
+    doubtful = [blend("c", 0.09, -0.01), blend("d", 0.09, 0.05, hr_low=0.0)]
+    assert chosen_default([*doubtful, *certain]) == "b"
+    assert chosen_default(doubtful) == MODEL

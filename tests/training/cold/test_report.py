@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._bundles import add_copy
 from model import registry
 from model.bundle import open_bundle
-from tests.service.bundles import variant
 from tests.training.conftest import TrainedRun, bft_train
 from training.cold.records import ColdRecord
 from training.cold.report import CURVE, REPORT, markdown
@@ -18,7 +18,7 @@ from training.study.records import read
 def held_out(trained: TrainedRun, tmp_path: Path) -> Path:
     """The small bundle, which says that it held users out. It did not; how good it is, is not asked here."""
     data = open_bundle(registry.resolve(trained.registry)).manifest.data
-    return variant(trained.registry, tmp_path / "bundles", lambda _: None, data={**data, "split": "users"})
+    return tmp_path / add_copy(trained.registry, tmp_path, data={**data, "split": "users"})
 
 
 def test_a_judgement_writes_a_record_and_the_report_that_follows_from_it(

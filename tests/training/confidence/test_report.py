@@ -1,11 +1,11 @@
 """`bft-train calibrate` on the small bundle: its record, its report, and how it fails."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
+from benchmarks._bundles import add_copy
 from model import registry
 from model.bundle import open_bundle
 from tests.training.conftest import TrainedRun, bft_train
@@ -61,9 +61,7 @@ def test_the_report_is_made_of_the_record_alone(judged: Path) -> None:
 
 
 def test_a_bundle_of_another_catalogue_is_refused_by_name(trained: TrainedRun, tmp_path: Path) -> None:
-    shutil.copytree(registry.resolve(trained.registry), tmp_path / "other")
-    manifest = json.loads((tmp_path / "other" / "manifest.json").read_text())
-    (tmp_path / "other" / "manifest.json").write_text(json.dumps({**manifest, "lineage": "0" * 16}))
+    other = tmp_path / add_copy(trained.registry, tmp_path, lineage="0" * 16)
 
     done = bft_train(
         "calibrate",
@@ -72,11 +70,11 @@ def test_a_bundle_of_another_catalogue_is_refused_by_name(trained: TrainedRun, t
         "--data",
         trained.log,
         "--plain",
-        tmp_path / "other",
+        other,
         "--report",
         tmp_path,
     )
 
     assert done.returncode == 2
-    assert "other: " in done.stderr
+    assert f"{other}: knows other items" in done.stderr
     assert not (tmp_path / REPORT).exists()
