@@ -64,11 +64,14 @@ class Preferences:
 
 @dataclass(frozen=True)
 class Course:
-    """How users fared under a policy. Each (R,U)."""
+    """How users fared under a policy."""
 
+    first_lists: np.ndarray
+    """(U,K) catalogue rows of what each was shown first."""
     regret: np.ndarray
-    """Click rate of the best list less that of the list shown."""
+    """(R,U) click rate of the best list less that of the list shown."""
     is_click: np.ndarray
+    """(R,U)"""
 
 
 class Server:
@@ -152,12 +155,15 @@ def simulate(
     had = had_rows(histories, hidden, len(server.bundle.items))
     users = np.arange(len(histories))
     regret, is_click = np.zeros((2, rounds, len(histories)))
+    first_lists = np.empty((len(histories), size), np.int64)
     for round_ in range(rounds):
         luck, seeds = generator.random(len(histories)), generator.integers(2**32, size=len(histories))
         policies = [
             policy.model_copy(update={"seed": int(each)}) if policy.name == "thompson" else policy for each in seeds
         ]
         lists = server.lists(histories, states, hidden, policies, size)
+        if round_ == 0:
+            first_lists = lists
         rates = preferences.click_rates(lists)
         regret[round_] = preferences.click_rates(preferences.best_lists(had, size)).sum(1) - rates.sum(1)
         place = (luck[:, None] >= rates.cumsum(1)).sum(1)
@@ -169,7 +175,7 @@ def simulate(
             had[user, row] = True
         for user, state in zip(clicking, server.states([histories[user] for user in clicking]), strict=True):
             states[user] = state
-    return Course(regret, is_click)
+    return Course(first_lists, regret, is_click)
 
 
 def had_rows(histories: Sequence[History], hidden: np.ndarray, num_items: int) -> np.ndarray:

@@ -60,6 +60,7 @@ POLICIES = {
     "mean": Policy(name="mean", kappa=None, seed=None),
     "lcb": Policy(name="lcb", kappa=1.0, seed=None),
     "ucb": Policy(name="ucb", kappa=1.0, seed=None),
+    "ucb, kappa 10": Policy(name="ucb", kappa=10.0, seed=None),
     "thompson": Policy(name="thompson", kappa=None, seed=0),
 }
 LIST_SIZE = 10
@@ -162,7 +163,7 @@ def explore(data: Path, size: Size, folder: Path) -> dict[str, Any]:
                 size=LIST_SIZE,
                 seed=SEED,
             )
-        found[scenario.name] = summary(scenario, courses)
+        found[scenario.name] = summary(courses, rows_of(world.new_items, world.server))
     return found
 
 
@@ -187,7 +188,7 @@ def new_users(world: World, size: Size) -> Scenario:
     known = world.known_log["user_id"].unique().to_list()
     strangers = world.log.filter(~pl.col("user_id").is_in(known))["user_id"].unique(maintain_order=True).to_list()
     users = shuffled(strangers)[: size.users]
-    hidden = np.array([world.server.bundle.items.number(each) for each in world.new_items], np.int64) - FIRST_ITEM
+    hidden = rows_of(world.new_items, world.server)
     histories = [NO_HISTORY] * len(users)
     return Scenario("new users", histories, hidden, preferences_of(users, world, histories, hidden))
 
@@ -198,6 +199,10 @@ def new_items(world: World, size: Size) -> Scenario:
     histories = [history_of(world.known_log, user, world.server.bundle) for user in users]
     hidden = np.empty(0, np.int64)
     return Scenario("new items", histories, hidden, preferences_of(users, world, histories, hidden))
+
+
+def rows_of(item_ids: Sequence[str], server: Server) -> np.ndarray:
+    return np.array([server.bundle.items.number(each) for each in item_ids], np.int64) - FIRST_ITEM
 
 
 def shuffled(values: list[str]) -> list[str]:
@@ -265,17 +270,22 @@ def config_of(log: pl.DataFrame, folder: Path, size: Size) -> RunConfig:
 # What came of it
 
 
-def summary(scenario: Scenario, courses: dict[str, Course]) -> dict[str, Any]:
+def summary(courses: dict[str, Course], new_rows: np.ndarray) -> dict[str, Any]:
     """Of each policy: mean cumulative regret after each round with its interval, clicks a user, and the regret at the
-    end less the mean's, over the same users."""
-    by_mean = courses["mean"].regret.sum(0)
+    end less the mean's, over the same users. Of the first lists: shares of their items that are not on the mean's list
+    for the same user, and that are new."""
+    by_mean, first = courses["mean"].regret.sum(0), courses["mean"].first_lists
     return {
-        "users": len(scenario.histories),
+        "users": len(first),
         "policies": {
             name: {
                 "regret": [with_interval(regret_U) for regret_U in course.regret.cumsum(0)],
                 "regret_less_that_of_mean": with_interval(course.regret.sum(0) - by_mean),
                 "clicks": with_interval(course.is_click.sum(0)),
+                "first_lists_not_of_mean": float(
+                    np.mean([~np.isin(*both) for both in zip(course.first_lists, first, strict=True)])
+                ),
+                "first_lists_new": float(np.isin(course.first_lists, new_rows).mean()),
             }
             for name, course in courses.items()
         },
@@ -290,13 +300,17 @@ def with_interval(values_U: np.ndarray) -> list[float]:
 def as_text(found: dict[str, Any]) -> str:
     lines = []
     for name, scenario in found.items():
-        lines.append(f"{name}, {scenario['users']} users, cumulative regret (95 %), less the mean's, clicks a user")
+        lines.append(
+            f"{name}, {scenario['users']} users: cumulative regret (95 %), less the mean's, clicks a user; of the first"
+            " lists, items not on the mean's, new items"
+        )
         for policy, values in scenario["policies"].items():
             regret, less, clicks = (
                 "{:.2f} ({:.2f} … {:.2f})".format(*each)
                 for each in (values["regret"][-1], values["regret_less_that_of_mean"], values["clicks"])
             )
-            lines.append(f"  {policy:9} {regret:24} {less:24} {clicks}")
+            other, new = values["first_lists_not_of_mean"], values["first_lists_new"]
+            lines.append(f"  {policy:13} {regret:24} {less:24} {clicks:24} {other:6.1%} {new:6.1%}")
     return "\n".join(lines)
 
 
