@@ -103,7 +103,8 @@ class Server:
         """The list (U,K) of each user as catalogue rows, without hidden items and those that the user has had."""
         rows = []
         for history, state, policy in zip(histories, states, policies, strict=True):
-            chosen = ranking.filters(history, self.bundle, True, hidden + FIRST_ITEM, None)
+            event, num_items = self.bundle.calibration.event, len(self.bundle.items)
+            chosen = ranking.filters(history, event, num_items, True, hidden + FIRST_ITEM, None)
             rows.append(RankerRow(state, chosen.seen, chosen.blocked, size, ranking.order(policy, state)))
         parts = (rows[begin : begin + MAX_ROWS] for begin in range(0, len(rows), MAX_ROWS))
         return np.array([made.items - FIRST_ITEM for part in parts for made in self._engine.run_rows(RANKER, part)])

@@ -110,6 +110,8 @@ class Basis(_Document):
     """Numbers, in the catalogue of the page's model, of the items that `exclude_seen` kept out."""
     seen_added: tuple[str, ...]
     """Ids of the items added at run time that it kept out: these have no lasting number."""
+    num_added: int
+    """Items added at run time that could be listed."""
     items_version: int
     """Of the items added at run time that could be listed."""
 
@@ -132,6 +134,7 @@ class Basis(_Document):
             events=events,
             seen=tuple(seen[~is_added].tolist()),
             seen_added=tuple(map(candidates.item_id, seen[is_added].tolist())),
+            num_added=len(candidates.placed),
             items_version=candidates.source.version,
         )
 

@@ -155,6 +155,7 @@ def _without_support(total: int, refused: Counter[str]) -> str:
         Refused.not_watched: "export lists later (`bft-serve export-slates --after-s`), or lower --within-s",
         Refused.unsupported: "the target is too far from what was served: lower --kappa, or serve it to a few",
         Unusable.other_model: "name the bundle that made the lists with --bundle; each list has its version",
+        Unusable.added_items: "train a model with the items added at run time, and take them away there",
         Unusable.not_reproduced: "name the bundle that made the lists with --bundle, as it was exported",
         Unusable.empty: "let fewer items be excluded",
     }

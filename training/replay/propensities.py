@@ -32,6 +32,8 @@ class Unusable(StrEnum):
 
     other_model = "other_model"
     """Another bundle than the one given made one of its pages."""
+    added_items = "added_items"
+    """Items added at run time could be listed, which are not the bundle's."""
     empty = "empty"
     """Nothing was listed."""
     not_reproduced = "not_reproduced"
@@ -74,6 +76,8 @@ def remade(slate: LoggedSlate, ranker: Ranker, redraws: int) -> Remade | Unusabl
     """
     if slate.model_versions != {ranker.bundle.manifest.version}:
         return Unusable.other_model
+    if slate.num_added:
+        return Unusable.added_items
     listed = np.array([ranker.bundle.items.number(item_id) for item_id in (*slate.item_ids, *slate.left_out)], np.int64)
     if not len(listed):
         return Unusable.empty

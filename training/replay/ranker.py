@@ -133,6 +133,8 @@ class Ranker:
             "order_precision": none if by.precision is None else by.precision[part],
             "order_shrinkage": np.full(len(rows), by.shrinkage, np.float32),
             "order_kappa": np.full(len(rows), by.kappa, np.float32),
+            "added_items": none,
+            "added_variance": np.empty(0, np.float32),
         }
         (items,) = self._ranker.run(["items"], feeds)
         return items

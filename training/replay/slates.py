@@ -57,6 +57,7 @@ class _Basis(_Part):
     precision: bytes
     events: _Events
     seen: list[int]
+    num_added: int
 
 
 class _Page(_Part):
@@ -122,6 +123,8 @@ class LoggedSlate:
     events: Events
     seen: np.ndarray
     """Numbers of the items that were kept out because the subject had had them."""
+    num_added: int
+    """Items added at run time that could be listed: no bundle has them."""
     exclude_item_ids: list[str]
     allow_item_ids: list[str] | None
     """The only items that could be listed; None: all."""
@@ -186,6 +189,7 @@ def _slate(line: bytes, where: str) -> LoggedSlate:
             np.frombuffer(basis.events.timestamps, "<f8"),
         ),
         seen=np.array(basis.seen, np.int64),
+        num_added=basis.num_added,
         exclude_item_ids=asked.exclude_item_ids,
         allow_item_ids=asked.allow_item_ids,
         item_ids=first.item_ids,
