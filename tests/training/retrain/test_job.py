@@ -166,3 +166,9 @@ def test_a_report_tells_what_was_found_judged_and_done(two_nights: tuple[Path, j
     assert "| NDCG@10 of the current model |" in page
     assert f"| candidate | {second.judged['candidate']['ndcg@10']:.4f} |" in page
     assert json.loads(json.dumps(to_json(second)))["bundle"] == second.bundle
+
+
+def test_the_nightly_configuration_of_the_repository_is_one(tmp_path: Path) -> None:
+    path = Path(__file__).parents[3] / "configs" / "night.yaml"
+
+    assert load_config(path, [f"data.path={tmp_path}"], JobConfig).retrain.start == "warm"
