@@ -216,7 +216,7 @@ def test_the_full_suite_has_every_control_once_after_the_pairs() -> None:
     for dataset in ("beauty", "toys"):
         for variant in (*PARTS, SHUFFLED):
             assert f"{dataset}-sasrec-on-{variant}-s1" in names
-        for variant in (*TEST_NOISE, *TRAINING_NOISE):
+        for variant in (*TEST_NOISE, *(TRAINING_NOISE if dataset == "beauty" else ())):
             assert {f"{dataset}-sasrec-{side}-{variant}-s1" for side in ("off", "on")} <= set(names)
     assert {f"{dataset}-{baseline}-off-s0" for dataset in DATASETS for baseline in BASELINES} <= set(names)
 
