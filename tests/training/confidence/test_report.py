@@ -10,7 +10,7 @@ from model import registry
 from model.bundle import open_bundle
 from tests.training.conftest import TrainedRun, bft_train
 from training.confidence.records import ConfidenceRecord
-from training.confidence.report import REPORT, markdown
+from training.confidence.report import REPORT, markdown, tables
 from training.study.records import read
 
 
@@ -29,6 +29,17 @@ def judged(trained: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def record(judged: Path) -> ConfidenceRecord:
     return read(judged / "calibration-log.json", ConfidenceRecord)
+
+
+def test_the_quality_of_the_surest_lists_stands_by_coverage(judged: Path) -> None:
+    found = record(judged)
+
+    table = next(table for table in tables(found) if table.key == "coverage")
+
+    of_all = table.rows[0].cells
+    assert list(table.columns)[1:4] == ["HR@10 of 20 %", "HR@10 of 50 %", "HR@10 of 80 %"]
+    assert of_all["HR@10 of 20 %"] == found.lists.hit_rate_at["20%"]
+    assert of_all["NDCG@10 of 80 %"] == found.lists.ndcg_at["80%"]
 
 
 def test_the_record_has_the_figures_that_training_found(judged: Path, trained: TrainedRun) -> None:
