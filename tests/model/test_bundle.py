@@ -38,6 +38,7 @@ FILES = (
     "explainer.onnx",
     "model.safetensors",
     "items.parquet",
+    "new_items.npz",
     "calibration.json",
     "golden.npz",
 )
@@ -255,7 +256,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], Any], sign: boo
     (bundle / MANIFEST).write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("version", [0, 4, 6, "5", None])
+@pytest.mark.parametrize("version", [0, 5, 7, "6", None])
 def test_a_bundle_of_another_format_says_which_one_is_read(bundle: Path, version: Any) -> None:
     edit_manifest(bundle, lambda document: document.update(format_version=version))
     assert f"{MANIFEST} is of format {version}, this version reads {FORMAT_VERSION}" in complaint(bundle)

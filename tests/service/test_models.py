@@ -428,6 +428,7 @@ FILES = [
     "explainer.onnx",
     "model.safetensors",
     "items.parquet",
+    "new_items.npz",
     "calibration.json",
     "golden.npz",
     MANIFEST,

@@ -128,9 +128,8 @@ def test_an_entry_carries_deviation_and_calibrated_confidence(bundle: Bundle) ->
 
 def test_every_feature_reaches_the_confidence_map(bundle: Bundle) -> None:
     calibration = bundle.calibration.model_copy(update={"weights": (1.0, 0.1, 0.2, 0.3, 0.4, 0.5), "bias": -1.0})
-    weighted = Bundle(bundle.folder, bundle.manifest, calibration, bundle.items)
 
-    (entry,) = entries(ranking_of([0.2], [10]), weighted, NOTHING, 7)
+    (entry,) = entries(ranking_of([0.2], [10]), calibration, Candidates.of(bundle, NOTHING_ADDED), NOTHING, 7)
 
     uses = COUNTS[10 - FIRST_ITEM].item()
     logit = (

@@ -88,7 +88,7 @@ def with_kinds(made: tuple[list[dict[str, object]], np.ndarray]) -> tuple[list, 
 
 
 def test_the_precision_follows_from_metadata_too() -> None:
-    noise = np.array([0.05, 0.2, 0.8])
+    noise = np.array([0.2, 0.4, 0.8])
     regression, _ = fit_regression(*with_kinds(planted(600, noise)))
     new_items = NewItems(np.zeros(8), 1.0, 0.0, regression)
 
