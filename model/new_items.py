@@ -62,10 +62,15 @@ class Column:
             return None
         if self.kind == "number":
             return np.array([value], np.float64)
-        texts = [value] if isinstance(value, str) else list(value)  # type: ignore[arg-type]  # `accepts` it
-        met = [text in texts for text in self.values]
+        own = texts(value)
+        met = [text in own for text in self.values]
         # An empty list is known to hold nothing.
-        return np.array(met, np.float64) if any(met) or not texts else None
+        return np.array(met, np.float64) if any(met) or not own else None
+
+
+def texts(value: Value) -> list[str]:
+    """The texts of a category or of tags."""
+    return [str(value)] if isinstance(value, str | float | int) else list(value)
 
 
 def raw_features(columns: Sequence[Column], metadata: Metadata) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from model.backbone import Backbone
-from model.new_items import Column, Kind, Metadata, NewItems, Regression, raw_features
+from model.new_items import Column, Kind, Metadata, NewItems, Regression, raw_features, texts
 from training.metadata import MetadataTable
 from training.tables import DataError
 
@@ -140,7 +140,7 @@ def _column(name: str, kind: Kind, rows: Sequence[Metadata]) -> Column:
     if kind == "number":
         # One that no item has would have no range.
         return Column(name, kind) if values else Column(name, "category")
-    uses = Counter(text for value in values for text in ({value} if isinstance(value, str) else set(value)))  # type: ignore[arg-type]  # no number
+    uses = Counter(text for value in values for text in set(texts(value)))
     frequent = sorted(uses, key=lambda text: (-uses[text], text))[:MAX_TEXTS]
     return Column(name, kind, tuple(sorted(text for text in frequent if uses[text] >= MIN_USES)))
 
