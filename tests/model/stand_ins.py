@@ -80,13 +80,13 @@ def fields(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def fill(staging: Path, seed: int = 0) -> None:
-    """Write every file of a bundle; the seed makes the weights differ."""
+def fill(staging: Path, seed: int = 0, width: int = 2) -> None:
+    """Write every file of a bundle of a model so wide; the seed makes the weights differ."""
     for graph in GRAPHS:
         (staging / f"{graph}.onnx").write_bytes(f"stand-in for {graph}".encode())
     (staging / WEIGHTS).write_bytes(np.random.default_rng(seed).bytes(64))
     items_frame(ITEM_IDS, TRAINING_COUNTS, TITLES).write_parquet(staging / "items.parquet")
-    write_new_items(NewItems(np.array([0.5, -0.5]), 0.1, 0.02), staging / NEW_ITEMS)
+    write_new_items(NewItems(np.linspace(0.5, -0.5, width), 0.1, 0.02), staging / NEW_ITEMS)
     (staging / "calibration.json").write_text(CALIBRATION.model_dump_json())
     np.savez(staging / "golden.npz", **golden_arrays(GOLDEN))
 
@@ -96,8 +96,10 @@ def write(
 ) -> Path:
     """Write a bundle; `change` alters its files before their checksums are taken, `changes` the manifest's fields."""
 
+    described = fields(**changes)
+
     def fill_and_change(staging: Path) -> None:
-        fill(staging, seed)
+        fill(staging, seed, described["model"].width)
         change(staging)
 
-    return write_bundle(parent, fields(**changes), fill_and_change)
+    return write_bundle(parent, described, fill_and_change)

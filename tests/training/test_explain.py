@@ -628,7 +628,7 @@ def write_bundle(folder: Path, case: Case, lineage: str = "one", **changes: Any)
     model = case.perturbed(**changes)
 
     def fill(staging: Path) -> None:
-        stand_ins.fill(staging)
+        stand_ins.fill(staging, width=model.config.width)
         write_weights(model, [], staging)
         items_frame(ITEM_IDS, COUNTS.numpy(), TITLES).write_parquet(staging / "items.parquet")
 
