@@ -889,6 +889,8 @@ class ItemRequest(_Request):
         max_length=64,
         description="what is known of the item, under the names of the columns that the model was trained with: a "
         "text, a number, or a list of texts; at most 4,096 bytes of JSON. Other names are kept, and not used",
+        # The pattern of the names makes `patternProperties` of them, which allow any other name.
+        json_schema_extra={"additionalProperties": False},
     )
 
 
