@@ -194,7 +194,7 @@ def rows(judged: dict[str, Judged], bundle: Bundle) -> list[dict[str, Any]]:
         stated = float(confidence[is_place].mean()) if num_places else None
         realised = float(is_hit[is_place].mean()) if num_places else None
         found += [
-            row(f"{name}: share of places", round(places, 5), f"≤ {share:.4f}", places <= share),
+            row(f"{name}: share of places", round(places, 5), f"≤ {share:.4f}", places <= float(share)),
             row(f"{name}: places", num_places),
             row(f"{name}: mean confidence there", stated),
             row(f"{name}: share of them that hit", realised),
