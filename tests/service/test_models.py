@@ -357,7 +357,7 @@ async def test_a_click_on_an_item_that_joins_the_catalogue_later_counts_from_the
         before = await recommended(life, user_id="u")
         with life.models.taken() as (model, _):
             record, _ = await model.subjects.load(Subject("user", "u"))
-            as_it_was = await model.subjects.history(record)
+            as_it_was = await model.subjects.history(record, model.catalogue.current)
         await put(life.models, grown)
         after = await recommended(life, user_id="u")
         told = await recommended(
