@@ -1,4 +1,5 @@
 """The retraining job: new events into the log, a better model out of it, judged before it is published.
 
-Reads top to bottom: `sources` (where events come from) → `store` (every event once, by user).
+In the order of a night: `sources` (where events come from) → `store` (every event once, by user) → `window` (what is new,
+and whether to trust it) → `slices`, `warm`, `learn` (a candidate) → `gate` (judged) → `job` (all of it) → `report`.
 """

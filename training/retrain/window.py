@@ -91,7 +91,7 @@ class Window:
 
 
 def look(store: Store, learned: int, now: float) -> Window:
-    """Look at the events of the ingests after `learned`. Events on an item or by a user of weight 0 count too.
+    """Look at the events of the ingests after `learned`; those of weight 0 count too.
 
     Args:
         store: the log. One bucket at a time is in memory, and counts by user, item and day.

@@ -104,7 +104,7 @@ def test_a_night_without_events_publishes_nothing(two_nights: tuple[Path, job.Ru
     assert registries.read_index(folder / "registry").current == second.bundle  # type: ignore[union-attr]
 
 
-def test_shuffled_events_are_refused_and_named(two_nights: tuple[Path, job.Run, job.Run], tmp_path: Path) -> None:
+def test_shuffled_events_are_refused_and_named(two_nights: tuple[Path, job.Run, job.Run]) -> None:
     folder, _, second = two_nights
     walks(folder / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3, shuffled=True)
 
@@ -133,9 +133,7 @@ def test_a_dry_run_publishes_nothing_and_keeps_the_events(tmp_path: Path) -> Non
     assert Store(tmp_path / "work" / "log").index.rows == 1200
 
 
-def test_the_command_ends_with_the_status_of_the_outcome_and_a_report(
-    two_nights: tuple[Path, job.Run, job.Run], tmp_path: Path
-) -> None:
+def test_the_command_ends_with_the_status_of_the_outcome_and_a_report(tmp_path: Path) -> None:
     walks(tmp_path / "in", "monday.csv", 0, 10, NUM_ITEMS, seed=1)
     folders = ["--data", str(tmp_path / "in"), "--work", str(tmp_path / "work"), "--registry", str(tmp_path / "models")]
 
