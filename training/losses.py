@@ -13,16 +13,17 @@ from model.backbone import Backbone
 from model.config import FIRST_ITEM
 from model.filtering import Gaussian
 
-CHUNK_ROWS = 64
-"""Rows scored at a time by the full loss: the (rows,N) matrices stay small and in cache."""
+CHUNK_ROWS = 256
+"""Rows that the full loss scores at a time: what it keeps of them, (N,rows), stays in the cache that cores share."""
 HALF_CHUNK_ROWS = 512
 """The same in bfloat16: a product of few rows wastes the matrix unit."""
-SPREAD_ROWS = 128
-"""Rows whose float32 denominators are held at a time, below the bfloat16 chunk: they take twice the memory."""
+BLOCK_ITEMS = 512
+"""Items scored at a time on a CPU: a block of them by a chunk of rows stays in a core's own cache from logit to
+gradient."""
 HALF_ROWS_MULTIPLE = 64
 """In bfloat16 rows are filled up to a multiple: a kernel is compiled, and kept, for every number of rows met."""
-LEAST_PROBABILITY = 1e-38
-"""A target's probability counts as no less: its logarithm stays finite. The gradient does not know of it."""
+SAFE_LOGIT = 80.0
+"""exp of it, summed over any catalogue, is finite in float32 and bfloat16, and exp of its negative is above 0."""
 
 
 def full_cross_entropy(model: Backbone, state: Gaussian, targets_R: Tensor) -> Tensor:
@@ -54,14 +55,16 @@ def full_cross_entropy(model: Backbone, state: Gaussian, targets_R: Tensor) -> T
 class OnePassCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of R states over all N items, value and gradient in one pass.
 
-    A softmax's gradient is known as soon as its value is, so no (R,N) matrix outlives its chunk and nothing
+    A softmax's gradient is known as soon as its value is, so no (R,N) matrix outlives its chunk of rows and nothing
     is computed twice (benchmarks/full_loss.py compares it with the same formula under autograd).
 
-        logit = x/√y      x = ⟨left, right⟩      y = ⟨spread_left, spread_right⟩ > 0, or 1 without the two
+        logit = x/√y      x = ⟨left, right⟩      y = ⟨spread_left, spread_right⟩ ≥ 1, or 1 without the two
         G = softmax(logit) − onehot(target)      ∂x = G/√y      ∂y = −½·G·logit/y
 
-    The one-hot part of G never enters a matrix: it is taken from the targets' rows alone. Under autocast x, the softmax
-    and the gradients' products are bfloat16, y is not, and sums over chunks are not.
+    A chunk is worked a block of items at a time, with exp(logit) in place of the softmax: what a row's sum divides are
+    the chunk's small factors, once the sum is known. The one-hot part of G never enters a matrix: it is taken, exactly,
+    from the targets' rows alone. Under autocast x, exp(logit) and the gradients' products are bfloat16; y is not, and
+    sums are not.
     """
 
     @staticmethod
@@ -77,46 +80,51 @@ class OnePassCrossEntropy(torch.autograd.Function):
         device = left_RD.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left_RD.dtype
         chunk_rows, multiple = (CHUNK_ROWS, 1) if dtype == left_RD.dtype else (HALF_CHUNK_ROWS, HALF_ROWS_MULTIPLE)
-        num_rows = len(left_RD)
+        num_rows, num_items = len(left_RD), len(right_ND)
         # Rows that fill up repeat the last one, and count for nothing.
         filled_R = torch.arange(-(-num_rows // multiple) * multiple, device=left_RD.device).clamp_max(num_rows - 1)
+        counts_R = torch.arange(len(filled_R), device=left_RD.device) < num_rows
+        # A GPU waits for nothing but the number of its calls.
+        block = min(num_items, BLOCK_ITEMS) if device == "cpu" else num_items
         with torch.autocast(device, enabled=False):
             x_side = _Side(left_RD[filled_R], right_ND, dtype)
             y_side = None
-            shape = min(chunk_rows, len(filled_R)), len(right_ND)
             if spread_left_RE is not None and spread_right_NE is not None:
                 y_side = _Side(spread_left_RE[filled_R], spread_right_NE, dtype)
-                spread_right_EN = spread_right_NE.T.contiguous()
-                spread = left_RD.new_empty(min(SPREAD_ROWS, shape[0]), shape[1])
-            right_DN = x_side.right.T.contiguous()
+            targets_R = target_rows_R[filled_R]
+            shift_R = _shift(x_side, y_side)
             total = left_RD.new_zeros(())
-            # Written again in every chunk: fresh memory would cost more than what is computed in it.
-            buffers = left_RD.new_empty((2 if y_side is None else 3, *shape), dtype=dtype)
+            # Written again for every chunk and block: fresh memory would cost more than what is computed in it.
+            chunk_rows = min(chunk_rows, len(filled_R))
+            kept = left_RD.new_empty((1 if y_side is None else 2, num_items, chunk_rows), dtype=dtype)
+            scratch = left_RD.new_empty((2, block, chunk_rows), dtype=dtype)
+            spread = left_RD.new_empty((block, chunk_rows))
             for begin in range(0, len(filled_R), chunk_rows):
-                rows, real = slice(begin, begin + chunk_rows), slice(max(0, num_rows - begin))
-                targets = target_rows_R[filled_R[rows], None]
-                logit, weight, *others = buffers[:, : len(targets)]
-                torch.mm(x_side.left[rows], right_DN, out=logit)
-                one = torch.ones_like(targets, dtype=left_RD.dtype)
+                rows = slice(begin, begin + chunk_rows)
+                counts, shift = counts_R[rows], shift_R[rows]
+                x_weight, *y_weights = kept[..., : len(counts)]
+                sums = torch.zeros_like(shift)
+                for first in range(0, num_items, block):
+                    items = slice(first, min(first + block, num_items))
+                    here = slice(items.stop - first), slice(len(counts))
+                    logit, root, weight = scratch[0][here], scratch[1][here], x_weight[items]
+                    torch.mm(x_side.right[items], x_side.left_ER[:, rows], out=logit)
+                    if y_side is not None:
+                        torch.mm(y_side.exact_right[items], y_side.exact_left_ER[:, rows], out=spread[here])
+                        torch.rsqrt(spread[here], out=root)
+                        logit.mul_(root)
+                    torch.sub(logit, shift, out=weight).exp_()
+                    sums += weight.sum(0, dtype=sums.dtype)
+                    if y_side is not None:
+                        weight.mul_(root)
+                        y_side.add_to_left(rows, items, torch.mul(logit.mul_(root), weight, out=y_weights[0][items]))
+                    x_side.add_to_left(rows, items, weight)
+                logit, one, spread_one = _at_targets(x_side, y_side, rows, targets_R[rows])
+                total += ((sums.log() + shift - logit) * counts).sum()
+                share = counts / sums
+                x_side.finish(rows, x_weight, share, one * counts, targets_R[rows])
                 if y_side is not None:
-                    root = others[0]
-                    for spread_left, part in zip(
-                        y_side.exact_left[rows].split(SPREAD_ROWS), root.split(SPREAD_ROWS), strict=True
-                    ):
-                        part.copy_(torch.mm(spread_left, spread_right_EN, out=spread[: len(part)]).rsqrt_())
-                    logit.mul_(root)
-                    one = root.gather(1, targets).to(left_RD.dtype)
-                    spread_one = logit.gather(1, targets) * one.square()
-                torch.softmax(logit, 1, out=weight)
-                probability = weight[real].gather(1, targets[real]).to(left_RD.dtype)
-                total -= probability.clamp_min(LEAST_PROBABILITY).log().sum()
-                filling = slice(real.stop, None)
-                weight[filling], one[filling] = 0, 0
-                if y_side is not None:
-                    spread_one[filling] = 0
-                    weight.mul_(root)
-                    y_side.add(rows, logit.mul_(weight).mul_(root), spread_one, targets[:, 0])
-                x_side.add(rows, weight, one, targets[:, 0])
+                    y_side.finish(rows, y_weights[0], share, spread_one * counts, targets_R[rows])
             grads = [x_side.left_grad[:num_rows], x_side.right_grad]
             if y_side is not None:
                 grads += [y_side.left_grad[:num_rows].mul_(-0.5), y_side.right_grad.mul_(-0.5)]
@@ -132,22 +140,65 @@ class OnePassCrossEntropy(torch.autograd.Function):
 
 
 class _Side:
-    """The factors of a product ⟨left, right⟩ (R,N), in the type they are multiplied in, and their gradients so far."""
+    """The factors of a product ⟨left, right⟩ (R,N), in the type they are multiplied in, and their gradients so far.
+
+    Products are (items,rows): a block of items is contiguous.
+    """
 
     def __init__(self, left_RE: Tensor, right_NE: Tensor, dtype: torch.dtype) -> None:
-        self.left, self.right = left_RE.to(dtype), right_NE.to(dtype)
         self.exact_left, self.exact_right = left_RE, right_NE
-        self.left_grad, self.right_grad = torch.empty_like(left_RE), torch.zeros_like(right_NE)
+        self.exact_left_ER = left_RE.T.contiguous()
+        self.left_ER, self.right = self.exact_left_ER.to(dtype), right_NE.to(dtype)
+        self.left_grad, self.right_grad = torch.zeros_like(left_RE), torch.zeros_like(right_NE)
 
-    def add(self, rows: slice, weight_RN: Tensor, target_weight_R1: Tensor, targets_R: Tensor) -> None:
-        """The gradients under ∂⟨left, right⟩ = weight, less target_weight at each row's target."""
-        self.left_grad[rows] = weight_RN @ self.right
-        self.left_grad[rows] -= target_weight_R1 * self.exact_right[targets_R]
-        if self.left.dtype == self.right_grad.dtype:
-            self.right_grad.addmm_(weight_RN.T, self.left[rows])
-        else:
-            self.right_grad += weight_RN.T @ self.left[rows]
-        self.right_grad.index_add_(0, targets_R, target_weight_R1 * self.exact_left[rows], alpha=-1)
+    def at(self, rows: slice, targets: Tensor) -> Tensor:
+        """The products of rows and their own targets."""
+        return (self.exact_left[rows] * self.exact_right[targets]).sum(1)
+
+    def add_to_left(self, rows: slice, items: slice, weight: Tensor) -> None:
+        """A block's part of ∂left, before it is divided by the rows' sums."""
+        _add_product(self.left_grad[rows], weight.T, self.right[items])
+
+    def finish(self, rows: slice, weight: Tensor, share: Tensor, one: Tensor, targets: Tensor) -> None:
+        """The chunk's ∂ under ∂⟨left, right⟩ = weight·share, less `one` at each row's target."""
+        share, one = share[:, None], one[:, None]
+        self.left_grad[rows] *= share
+        self.left_grad[rows] -= one * self.exact_right[targets]
+        _add_product(self.right_grad, weight, (self.exact_left[rows] * share).to(self.right.dtype))
+        self.right_grad.index_add_(0, targets, one * self.exact_left[rows], alpha=-1)
+
+
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    if first.dtype == total.dtype:
+        total.addmm_(first, second)
+    else:
+        total += first @ second
+
+
+def _shift(x_side: _Side, y_side: _Side | None) -> Tensor:
+    """What is taken from each row's logits before exp: the row's largest where any could leave its range, else nothing.
+
+    |x| ≤ |left|·|right|, and dividing by √y ≥ 1 makes no logit larger.
+    """
+    left, right = x_side.exact_left, x_side.exact_right
+    if left.norm(dim=1).max() * right.norm(dim=1).max() <= SAFE_LOGIT:
+        return left.new_zeros(len(left))
+    largest = left.new_full((len(left),), -torch.inf)
+    for first in range(0, len(right), BLOCK_ITEMS):
+        items = slice(first, first + BLOCK_ITEMS)
+        logit = right[items] @ left.T
+        if y_side is not None:
+            logit.mul_((y_side.exact_right[items] @ y_side.exact_left.T).rsqrt_())
+        largest = torch.maximum(largest, logit.amax(0))
+    return largest
+
+
+def _at_targets(x_side: _Side, y_side: _Side | None, rows: slice, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's logit at its target, and the derivatives there: of the logit to x, and −2 times that to y."""
+    x = x_side.at(rows, targets)
+    root = torch.ones_like(x) if y_side is None else y_side.at(rows, targets).rsqrt()
+    logit = x * root
+    return logit, root, logit * root.square()
 
 
 def sampled_softmax(
