@@ -23,7 +23,7 @@ gradient."""
 HALF_ROWS_MULTIPLE = 64
 """In bfloat16 rows are filled up to a multiple: a kernel is compiled, and kept, for every number of rows met."""
 SAFE_LOGIT = 80.0
-"""exp of it, summed over any catalogue, is finite in float32 and bfloat16, and exp of its negative is above 0."""
+"""exp of it, summed over any catalogue, is finite in float32 and bfloat16, and exp of its negative is not 0."""
 
 
 def full_cross_entropy(model: Backbone, state: Gaussian, targets_R: Tensor) -> Tensor:
@@ -62,9 +62,10 @@ class OnePassCrossEntropy(torch.autograd.Function):
         G = softmax(logit) − onehot(target)      ∂x = G/√y      ∂y = −½·G·logit/y
 
     A chunk is worked a block of items at a time, with exp(logit) in place of the softmax: what a row's sum divides are
-    the chunk's small factors, once the sum is known. The one-hot part of G never enters a matrix: it is taken, exactly,
-    from the targets' rows alone. Under autocast x, exp(logit) and the gradients' products are bfloat16; y is not, and
-    sums are not.
+    the chunk's small factors, once the sum is known. Since |logit| ≤ |x| ≤ |left|·|right|, exp mostly cannot leave its
+    range, and the row's largest logit is found beforehand only where it could. The one-hot part of G never enters a
+    matrix: it is taken, exactly, from the targets' rows alone. Under autocast x, exp(logit) and the gradients' products
+    are bfloat16; y is not, and sums are not.
     """
 
     @staticmethod
@@ -92,7 +93,7 @@ class OnePassCrossEntropy(torch.autograd.Function):
             if spread_left_RE is not None and spread_right_NE is not None:
                 y_side = _Side(spread_left_RE[filled_R], spread_right_NE, dtype)
             targets_R = target_rows_R[filled_R]
-            shift_R = _shift(x_side, y_side)
+            reach = left_RD.norm(dim=1).max() * right_ND.norm(dim=1).max()
             total = left_RD.new_zeros(())
             # Written again for every chunk and block: fresh memory would cost more than what is computed in it.
             chunk_rows = min(chunk_rows, len(filled_R))
@@ -101,7 +102,10 @@ class OnePassCrossEntropy(torch.autograd.Function):
             spread = left_RD.new_empty((block, chunk_rows))
             for begin in range(0, len(filled_R), chunk_rows):
                 rows = slice(begin, begin + chunk_rows)
-                counts, shift = counts_R[rows], shift_R[rows]
+                counts = counts_R[rows]
+                # A GPU would have to be waited for to know.
+                safe = device == "cpu" and reach <= SAFE_LOGIT
+                shift = left_RD.new_zeros(len(counts)) if safe else _largest_logit(x_side, y_side, rows, block)
                 x_weight, *y_weights = kept[..., : len(counts)]
                 sums = torch.zeros_like(shift)
                 for first in range(0, num_items, block):
@@ -175,22 +179,16 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
         total += first @ second
 
 
-def _shift(x_side: _Side, y_side: _Side | None) -> Tensor:
-    """What is taken from each row's logits before exp: the row's largest where any could leave its range, else nothing.
-
-    |x| ≤ |left|·|right|, and dividing by √y ≥ 1 makes no logit larger.
-    """
-    left, right = x_side.exact_left, x_side.exact_right
-    if left.norm(dim=1).max() * right.norm(dim=1).max() <= SAFE_LOGIT:
-        return left.new_zeros(len(left))
-    largest = left.new_full((len(left),), -torch.inf)
-    for first in range(0, len(right), BLOCK_ITEMS):
-        items = slice(first, first + BLOCK_ITEMS)
-        logit = right[items] @ left.T
+def _largest_logit(x_side: _Side, y_side: _Side | None, rows: slice, block: int) -> Tensor:
+    """Each row's largest logit, in one product more."""
+    largest = []
+    for first in range(0, len(x_side.right), block):
+        items = slice(first, first + block)
+        logit = x_side.exact_right[items] @ x_side.exact_left_ER[:, rows]
         if y_side is not None:
-            logit.mul_((y_side.exact_right[items] @ y_side.exact_left.T).rsqrt_())
-        largest = torch.maximum(largest, logit.amax(0))
-    return largest
+            logit.mul_((y_side.exact_right[items] @ y_side.exact_left_ER[:, rows]).rsqrt_())
+        largest.append(logit.amax(0))
+    return torch.stack(largest).amax(0)
 
 
 def _at_targets(x_side: _Side, y_side: _Side | None, rows: slice, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
