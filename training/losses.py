@@ -105,9 +105,9 @@ class OnePassCrossEntropy(torch.autograd.Function):
                 counts = counts_R[rows]
                 # A GPU would have to be waited for to know.
                 safe = device == "cpu" and reach <= SAFE_LOGIT
-                shift = left_RD.new_zeros(len(counts)) if safe else _largest_logit(x_side, y_side, rows, block)
+                shift = None if safe else _largest_logit(x_side, y_side, rows, block)
                 x_weight, *y_weights = kept[..., : len(counts)]
-                sums = torch.zeros_like(shift)
+                sums = left_RD.new_zeros(len(counts))
                 for first in range(0, num_items, block):
                     items = slice(first, min(first + block, num_items))
                     here = slice(items.stop - first), slice(len(counts))
@@ -117,14 +117,18 @@ class OnePassCrossEntropy(torch.autograd.Function):
                         torch.mm(y_side.exact_right[items], y_side.exact_left_ER[:, rows], out=spread[here])
                         torch.rsqrt(spread[here], out=root)
                         logit.mul_(root)
-                    torch.sub(logit, shift, out=weight).exp_()
+                    if shift is None:
+                        torch.exp(logit, out=weight)
+                    else:
+                        torch.sub(logit, shift, out=weight).exp_()
                     sums += weight.sum(0, dtype=sums.dtype)
                     if y_side is not None:
                         weight.mul_(root)
                         y_side.add_to_left(rows, items, torch.mul(logit.mul_(root), weight, out=y_weights[0][items]))
                     x_side.add_to_left(rows, items, weight)
                 logit, one, spread_one = _at_targets(x_side, y_side, rows, targets_R[rows])
-                total += ((sums.log() + shift - logit) * counts).sum()
+                log_sums = sums.log() if shift is None else sums.log() + shift
+                total += ((log_sums - logit) * counts).sum()
                 share = counts / sums
                 x_side.finish(rows, x_weight, share, one * counts, targets_R[rows])
                 if y_side is not None:
