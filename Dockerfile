@@ -3,7 +3,7 @@
 # Two images:
 #   docker build --target serve -t bft-serve .                          the service; no torch inside
 #   docker build --target serve --build-arg VARIANT=cuda -t bft-serve:cuda .    the same on an NVIDIA GPU
-#   docker build --target train -t bft-train .                          training and retraining
+#   docker build --target train -t bft-train .                          training and retraining, by hand or by supercronic
 #
 # torch comes as the package index gives it: for Linux on x86-64 usually the CUDA build, which also runs on a
 # CPU but weighs several GB. For the CPU build, pass the address of an index that has one as a build secret:
@@ -47,6 +47,20 @@ RUN --mount=type=secret,id=PIP_EXTRA_INDEX_URL,env=PIP_EXTRA_INDEX_URL \
     python3 -m venv "$VIRTUAL_ENV" \
     && "$VIRTUAL_ENV/bin/pip" install --no-cache-dir --constraint constraints.txt ".[train]"
 
+# ---- supercronic, a cron for containers ---------------------------------------------------------------------
+
+FROM base-cpu AS supercronic
+ARG TARGETARCH=amd64
+ARG SUPERCRONIC=https://github.com/aptible/supercronic/releases/download/v0.2.33/supercronic-linux
+RUN case "$TARGETARCH" in \
+      amd64) sum=71b0d58cc53f6bd72cf2f293e09e294b79c666d8 ;; \
+      arm64) sum=e0f0c06ebc5627e43b25475711e694450489ab00 ;; \
+    esac \
+    && python3 -c 'import sys, urllib.request; urllib.request.urlretrieve(*sys.argv[1:])' \
+       "$SUPERCRONIC-$TARGETARCH" /usr/local/bin/supercronic \
+    && echo "$sum  /usr/local/bin/supercronic" | sha1sum --check - \
+    && chmod 755 /usr/local/bin/supercronic
+
 # ---- train -------------------------------------------------------------------------------------------------
 
 FROM base-cpu AS train
@@ -57,6 +71,7 @@ LABEL org.opencontainers.image.title="bft-train" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=install-train /opt/bft /opt/bft
+COPY --from=supercronic /usr/local/bin/supercronic /usr/local/bin/supercronic
 # A new named volume takes its owner from this folder.
 RUN install --directory --owner=10001 --group=10001 /var/lib/bft
 ENV PATH=/opt/bft/bin:$PATH \

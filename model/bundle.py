@@ -7,7 +7,7 @@ Files (architecture.md, "The bundle"):
     explainer.onnx       history → whom its state heard: each position's kriging weight and precision
     model.safetensors    the weights: torch's, by their names there, and what else the graphs hold; the graphs point
                          into it, so that each is on the disk, and mapped into memory, once
-    items.parquet        number ↔ id, training count, title
+    items.parquet        number ↔ id, training count, title, whether retired
     new_items.npz        what is believed of items that were never trained, by their metadata
     calibration.json     temperature and confidence map
     golden.npz           inputs and outputs for the parity check on load
@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +35,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from model.config import FIRST_ITEM, ModelConfig
 from model.new_items import NewItems, read_new_items
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 PARITY_TOLERANCE = 1e-5
 """|a − b| ≤ tolerance·(1 + |b|), precisions compared as logarithms (math.md, "What must hold"); more for a model whose
 own rounding is more, see `Manifest.parity_tolerance`."""
@@ -228,10 +228,11 @@ def file_names(graphs: Iterable[str]) -> tuple[str, ...]:
 
 
 class Items:
-    """The catalogue as the service needs it: id ↔ number, training count, title.
+    """The catalogue as the service needs it: id ↔ number, training count, title, and who is not to be listed.
 
     Args:
-        frame: columns number, item_id, training_count, title (nullable); sorted by number from FIRST_ITEM on.
+        frame: columns number, item_id, training_count, title (nullable), is_retired; sorted by number from
+            FIRST_ITEM on.
     """
 
     def __init__(self, frame: pl.DataFrame) -> None:
@@ -241,6 +242,8 @@ class Items:
         self.ids: list[str] = frame["item_id"].to_list()
         self.training_counts = frame["training_count"].to_numpy().astype(np.int64)
         self.titles: list[str | None] = frame["title"].to_list()
+        self.retired = frame.filter("is_retired")["number"].to_numpy()
+        """Sorted numbers of the items that are known and not recommended any more."""
         self._rows = {item_id: row for row, item_id in enumerate(self.ids)}
         if len(self._rows) != len(self.ids):
             raise BundleError("items.parquet: an item_id stands twice; re-export the bundle")
@@ -264,14 +267,17 @@ class Items:
         return self.ids[number - FIRST_ITEM]
 
 
-def items_frame(ids: list[str], training_counts: np.ndarray, titles: list[str | None]) -> pl.DataFrame:
-    """The table that becomes items.parquet, in catalogue order."""
+def items_frame(
+    ids: list[str], training_counts: np.ndarray, titles: list[str | None], retired: Collection[str] = ()
+) -> pl.DataFrame:
+    """The table that becomes items.parquet, in catalogue order; `retired` are ids."""
     return pl.DataFrame(
         {
             "number": np.arange(FIRST_ITEM, FIRST_ITEM + len(ids), dtype=np.int64),
             "item_id": pl.Series(ids, dtype=pl.String),
             "training_count": training_counts.astype(np.int64),
             "title": pl.Series(titles, dtype=pl.String),
+            "is_retired": pl.Series([item_id in retired for item_id in ids], dtype=pl.Boolean),
         }
     )
 

@@ -392,7 +392,7 @@ class Recommender:
     ) -> _List:
         """The best items that the filters let through and no earlier page passed."""
         state, candidates = await self._state(asked.subject, found, request), found.candidates
-        excluded = _numbers(candidates, [*asked.exclude_item_ids, *passed])
+        excluded = [*_numbers(candidates, [*asked.exclude_item_ids, *passed]), *candidates.items.retired.tolist()]
         allowed = None if asked.allow_item_ids is None else _numbers(candidates, asked.allow_item_ids)
         chosen = self._filters(found, asked.exclude_seen, excluded, allowed)
         order = ranking.order(asked.policy, state)

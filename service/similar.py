@@ -46,7 +46,7 @@ class SimilarItems:
     async def to_item(
         self, item_id: str, num_results: int, request: RequestContext, ab_group: AbGroup = None
     ) -> SimilarItemsResponse:
-        """The items nearest to one, without itself.
+        """The items nearest to one, without itself and retired ones.
 
         Raises:
             ItemNotFound: the catalogue does not know the id.
@@ -91,8 +91,9 @@ class SimilarItems:
         own = self._embeddings[row] if row < num_known else added[row - num_known]
         inverse = np.concatenate([self._inverse_norms, added_inverse])
         cosine: Floats = np.concatenate([self._embeddings @ own, added @ own]) * (inverse * inverse[row])
-        cosine[row] = -np.inf
-        size = min(size, len(cosine) - 1)
+        left_out = np.union1d(candidates.items.retired - FIRST_ITEM, row)
+        cosine[left_out] = -np.inf
+        size = min(size, len(cosine) - len(left_out))
         best = np.argpartition(-cosine, size)[:size] if size else np.empty(0, np.int64)
         best = best[np.lexsort((best, -cosine[best]))]
         # Rounding may lead out of the range by the last digit.

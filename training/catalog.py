@@ -146,6 +146,19 @@ def read_titles(path: Path) -> dict[str, str]:
     return titles
 
 
+def read_retired(path: Path) -> frozenset[str]:
+    """The item ids of a text file, one a line; empty lines are passed over, and blanks around an id are no part of it.
+
+    Raises:
+        DataError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a list of retired items ({error}); accepted: UTF-8 text, an id a line") from error
+    return frozenset(filter(None, map(str.strip, lines)))
+
+
 def _distinct(ids: Iterable[str]) -> pl.Series:
     return pl.Series("item_id", ids, dtype=pl.String()).unique(maintain_order=True)
 

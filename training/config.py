@@ -16,7 +16,7 @@ from training.events import DataConfig
 from training.metadata import MetadataConfig
 from training.splits import SplitName
 
-PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True, "metadata": {"path"}}
+PATHS: dict[str, Any] = {"data": {"path", "rejects"}, "titles": True, "metadata": {"path"}, "retired": True}
 """What a record leaves out of the configuration: paths mean nothing on another machine."""
 
 
@@ -81,6 +81,8 @@ class ModelRun(BaseModel):
     """The model's name, shown in every answer; None: `bft-` and the backbone."""
     titles: Annotated[Path | None, Field(strict=False)] = None
     """A `.item` or CSV file with the items' titles."""
+    retired: Annotated[Path | None, Field(strict=False)] = None
+    """A text file with the ids of items that are not to be recommended any more, one a line."""
     metadata: MetadataConfig | None = None
     """What is known of the items, so that those added at run time can be placed among the trained ones."""
     event: Literal["auto", "next_new_item", "next_item"] = "auto"

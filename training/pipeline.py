@@ -37,7 +37,7 @@ from model.new_items import write_new_items
 from model.onnx.export import export_graphs
 from training import calibration as calibrating
 from training import evaluate
-from training.catalog import Catalog, read_titles
+from training.catalog import Catalog, read_retired, read_titles
 from training.config import PATHS, ConfigError, OptimizerConfig, RunConfig
 from training.distributed import ALONE, World
 from training.events import DataConfig, LogFacts, read_events
@@ -85,6 +85,8 @@ class Prepared:
     """Its training histories are in memory, or in shards on the disk."""
     event: Event
     metadata: MetadataTable | None = None
+    retired: frozenset[str] = frozenset()
+    """Ids of items that the service is not to list; they are learned and judged like all others."""
 
     def with_validation_learned(self) -> "Prepared":
         """The same, its validation events among those to learn from, counts included."""
@@ -219,7 +221,8 @@ def prepare(config: RunConfig, shards: Path | None = None) -> Prepared:
     _require(config.data.path, split, "validation", len(split.validation))
     _require(config.data.path, split, "test", len(split.test))
     metadata = None if config.metadata is None else read_metadata(config.metadata)
-    return Prepared(log, catalog, split, resolve_event(config.event, split.validation), metadata)
+    retired = frozenset() if config.retired is None else read_retired(config.retired)
+    return Prepared(log, catalog, split, resolve_event(config.event, split.validation), metadata, retired)
 
 
 def _read_split(
@@ -331,8 +334,8 @@ def write(
     def fill(staging: Path) -> None:
         exported = export_graphs(model, staging, calibration.temperature)
         manifest.update(custom_ops=exported.custom_ops, parity_tolerance=exported.tolerance)
-        frame = items_frame(catalog.item_ids.to_list(), catalog.training_counts, catalog.titles.to_list())
-        frame.write_parquet(staging / "items.parquet")
+        ids, titles = catalog.item_ids.to_list(), catalog.titles.to_list()
+        items_frame(ids, catalog.training_counts, titles, prepared.retired).write_parquet(staging / "items.parquet")
         write_new_items(new_items, staging / NEW_ITEMS)
         (staging / "calibration.json").write_text(calibration.model_dump_json(indent=2) + "\n")
         golden: dict[str, Any] = dict(golden_arrays(exported.golden))

@@ -256,7 +256,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], Any], sign: boo
     (bundle / MANIFEST).write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("version", [0, 5, 7, "6", None])
+@pytest.mark.parametrize("version", [0, 6, 8, "7", None])
 def test_a_bundle_of_another_format_says_which_one_is_read(bundle: Path, version: Any) -> None:
     edit_manifest(bundle, lambda document: document.update(format_version=version))
     assert f"{MANIFEST} is of format {version}, this version reads {FORMAT_VERSION}" in complaint(bundle)
@@ -443,6 +443,15 @@ def test_an_id_that_differs_in_any_character_is_unknown(item_id: str) -> None:
 def test_a_number_outside_the_catalogue_has_no_id(number: int) -> None:
     with pytest.raises(IndexError, match=rf"{number} is not in 4 … 7"):
         items().item_id(number)
+
+
+def test_retired_items_are_told_by_number() -> None:
+    frame = items_frame(
+        stand_ins.ITEM_IDS, stand_ins.TRAINING_COUNTS, stand_ins.TITLES, {stand_ins.ITEM_IDS[2], "no-such"}
+    )
+
+    assert items().retired.tolist() == []
+    assert Items(frame).retired.tolist() == [FIRST_ITEM + 2]
 
 
 def test_an_item_table_may_be_written_without_a_single_title() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.config import FIRST_ITEM, UNK
-from training.catalog import Catalog, read_titles
+from training.catalog import Catalog, read_retired, read_titles
 from training.events import DataConfig, read_events
 from training.tables import DataError
 
@@ -135,3 +135,22 @@ def test_an_unusable_titles_file_is_refused_with_what_is_wrong(
 
     with pytest.raises(DataError, match=message):
         read_titles(tmp_path / name)
+
+
+def test_retired_items_are_the_lines_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "retired.txt"
+    path.write_bytes("\ufeff7\r\n\r\n  0042 \nan id, with a comma\n".encode())
+
+    assert read_retired(path) == {"7", "0042", "an id, with a comma"}
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe7"], ids=["missing", "not UTF-8"])
+def test_an_unusable_list_of_retired_items_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "retired.txt"
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(
+        DataError, match=r"retired\.txt: not a list of retired items .* accepted: UTF-8 text, an id a line"
+    ):
+        read_retired(path)

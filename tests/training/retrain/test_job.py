@@ -78,6 +78,21 @@ def test_the_first_night_publishes_a_model_that_beats_popularity(two_nights: tup
     assert first.training["start"] == "scratch"
 
 
+def test_retired_items_and_metadata_go_into_the_bundle(tmp_path: Path) -> None:
+    walks(tmp_path / "in", "monday.csv", 0, 200, NUM_ITEMS, seed=1)
+    (tmp_path / "retired.txt").write_text("item 3\nno such item\n")
+    rows = "".join(f"item {item},{item / NUM_ITEMS}\n" for item in range(NUM_ITEMS))
+    (tmp_path / "items.csv").write_text("item_id,place\n" + rows)
+
+    ended = run(tmp_path, f"retired={tmp_path / 'retired.txt'}", f"metadata.path={tmp_path / 'items.csv'}")
+
+    assert ended.outcome == "published", ended.reason
+    bundle = open_bundle(tmp_path / "registry" / str(ended.bundle))
+    assert bundle.items.retired.tolist() == [bundle.items.number("item 3")]
+    assert bundle.new_items.predict({"place": 0.5}).is_regressed
+    assert str(tmp_path) not in (bundle.folder / "manifest.json").read_text()
+
+
 def test_the_next_night_publishes_a_model_that_learned_everything(two_nights: tuple[Path, job.Run, job.Run]) -> None:
     folder, first, second = two_nights
 
