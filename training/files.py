@@ -1,4 +1,4 @@
-"""Files that are never half written."""
+"""Files that are never half written, or say so."""
 
 import os
 import shutil
@@ -6,7 +6,22 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+import polars as pl
+
 from model.bundle import fsync
+
+
+def write_parquet(table: pl.DataFrame, path: Path) -> None:
+    """Write a table to a file that counts only once something names it.
+
+    Raises:
+        OSError: it cannot be written; what is there of it is for whoever owns the folder to remove. polars has an error
+            of its own for a full disk.
+    """
+    try:
+        table.write_parquet(path)
+    except pl.exceptions.ComputeError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def write_whole(path: Path, data: bytes | IO[bytes]) -> None:

@@ -41,7 +41,7 @@ from training.catalog import Catalog, read_retired, read_titles
 from training.config import PATHS, ConfigError, OptimizerConfig, RunConfig
 from training.distributed import ALONE, World
 from training.events import DataConfig, LogFacts, read_events
-from training.files import write_whole
+from training.files import write_parquet, write_whole
 from training.loop import TrainState, fit, going_on, micro_batches, refit
 from training.metadata import MetadataTable, read_metadata
 from training.new_items import fit_new_items
@@ -335,7 +335,7 @@ def write(
         exported = export_graphs(model, staging, calibration.temperature)
         manifest.update(custom_ops=exported.custom_ops, parity_tolerance=exported.tolerance)
         ids, titles = catalog.item_ids.to_list(), catalog.titles.to_list()
-        items_frame(ids, catalog.training_counts, titles, prepared.retired).write_parquet(staging / "items.parquet")
+        write_parquet(items_frame(ids, catalog.training_counts, titles, prepared.retired), staging / "items.parquet")
         write_new_items(new_items, staging / NEW_ITEMS)
         (staging / "calibration.json").write_text(calibration.model_dump_json(indent=2) + "\n")
         golden: dict[str, Any] = dict(golden_arrays(exported.golden))

@@ -15,6 +15,7 @@ import polars as pl
 
 from training.catalog import Catalog
 from training.events import DataConfig, LogFacts, Reading, read_blocks, sort_events, tie_counts
+from training.files import write_parquet
 from training.splits import (
     Histories,
     Split,
@@ -155,7 +156,7 @@ def _scatter(blocks: Iterator[pl.DataFrame], folder: Path, num_shards: int) -> p
         item_ids = pl.concat([item_ids, new_ids]).unique(maintain_order=True)
         by_shard = events.with_columns(shard=pl.col("user_id").hash(0) % num_shards)
         for part in by_shard.partition_by("shard", maintain_order=True):
-            part.drop("shard").write_parquet(folder / f"{part['shard'][0]:05}-{round:05}.parquet")
+            write_parquet(part.drop("shard"), folder / f"{part['shard'][0]:05}-{round:05}.parquet")
     return item_ids
 
 
@@ -202,17 +203,20 @@ def _shard_file(folder: Path, number: int) -> Path:
 
 
 def write_shard(folder: Path, number: int, train: Histories) -> None:
-    """Keep training histories as the piece `number` of a folder's `Shards`."""
+    """Keep training histories as the piece `number` of a folder's `Shards`.
+
+    Raises:
+        OSError: the disk is full, for one.
+    """
     lengths = np.diff(train.offsets)
     user_ids = pl.Series(train.user_ids, dtype=pl.String())
-    pl.DataFrame(
-        {
-            "user_id": user_ids.gather(np.repeat(np.arange(len(train)), lengths)),
-            "item": train.items,
-            "weight": train.weights,
-            "timestamp": train.timestamps,
-        }
-    ).write_parquet(_shard_file(folder, number))
+    columns = {
+        "user_id": user_ids.gather(np.repeat(np.arange(len(train)), lengths)),
+        "item": train.items,
+        "weight": train.weights,
+        "timestamp": train.timestamps,
+    }
+    write_parquet(pl.DataFrame(columns), _shard_file(folder, number))
 
 
 def _read_shard(folder: Path, number: int) -> Histories:

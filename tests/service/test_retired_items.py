@@ -47,11 +47,11 @@ def test_a_retired_item_is_in_no_list_and_the_others_are_as_before(
 ) -> None:
     before, after = (each.recommend(history=HISTORY, num_results=500) for each in (plain, server))
 
-    assert ids(after) == [item_id for item_id in ids(before) if item_id not in retired]
-    confidence = {item["item_id"]: item["confidence"] for item in before["items"]}
-    assert [item["confidence"] for item in after["items"]] == pytest.approx(
-        [confidence[item_id] for item_id in ids(after)], abs=1e-6
-    )
+    kept = [item for item in before["items"] if item["item_id"] not in retired]
+    assert len(kept) == 498
+    assert ids(after)[:498] == [item["item_id"] for item in kept]
+    assert [item["confidence"] for item in after["items"][:498]] == [item["confidence"] for item in kept]
+    assert not set(retired) & set(ids(after))
     # A history's retired item is read as before.
     assert (after["num_events"], after["missing_item_ids"]) == (2, [])
 

@@ -26,7 +26,7 @@ import polars as pl
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.bundle import fsync
-from training.files import write_whole
+from training.files import write_parquet, write_whole
 from training.tables import DataError
 
 INDEX = "index.json"
@@ -244,7 +244,7 @@ class _Arrivals:
             .partition_by("bucket", maintain_order=True, as_dict=True)
             .items()
         ):
-            part.drop("bucket").write_parquet(self._folder / f"{bucket:02}-{self._round:06}.parquet")
+            write_parquet(part.drop("bucket"), self._folder / f"{bucket:02}-{self._round:06}.parquet")
 
 
 def bucket_of(user_id: str) -> int:
@@ -325,7 +325,7 @@ def _each_once(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _write_durably(events: pl.DataFrame, path: Path) -> None:
-    events.write_parquet(path)
+    write_parquet(events, path)
     fsync(path)
 
 
