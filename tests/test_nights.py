@@ -26,7 +26,7 @@ from training.retrain.store import NUM_BUCKETS, Store
 FRESH = "an item that nobody trained"
 OVERRIDES = [
     *SMALL,
-    "retrain={warm_epochs: 8, judged_events: 300, limits: {min_events: 200, max_new_user_share: 1.0}}",
+    "retrain={warm_epochs: 8, judged_events: 300, limits: {min_events: 200, max_new_user_share: 1.0, max_psi: 5.0}}",
     "retrain.gate.margin=0.99",
 ]
 

@@ -111,7 +111,8 @@ def look(store: Store, learned: int, now: float) -> Window:
             first, last = min(first, float(new.min())), max(last, float(new.max()))  # type: ignore[arg-type]
         if len(earlier):
             learned_until = max(learned_until, float(earlier.max()))  # type: ignore[arg-type]
-    users, items = counts["user_id"], counts["item_id"]
+    # In an order of its own: the index tells items of equal counts apart by it.
+    users, items = counts["user_id"], counts["item_id"].sort("item_id")
     num_new = int(users["new"].sum())
     window = Window(
         events=num_new,

@@ -130,3 +130,11 @@ def test_the_stability_index_is_that_of_the_formula() -> None:
     assert stability_index(earlier, new) == pytest.approx(((q - p) * np.log(q / p)).sum())
     assert stability_index(earlier, earlier * 3) == pytest.approx(0)
     assert stability_index(np.zeros(3), np.ones(3)) == 0
+
+
+def test_a_window_looks_the_same_each_time(tmp_path: Path) -> None:
+    """Items of equal counts lie in one bin of the index or the next: always in the same."""
+    before = [(f"u{user}", f"i{item}", 1.0) for item in range(200) for user in range(3)]
+    store = log(tmp_path, before, [(f"v{item}", f"i{item}", 3.0) for item in range(0, 200, 3)])
+
+    assert len({look(store, learned=1, now=NOW).psi for _ in range(10)}) == 1
