@@ -75,7 +75,7 @@ def installed_for(*extras: str) -> dict[str, str]:
 
 
 def test_constraints_pin_what_the_extras_pull_and_nothing_else():
-    needed = installed_for("train", "serve", "demo", "dev")
+    needed = installed_for("train", "serve", "demo", "mlflow", "dev")
 
     pinned = pins()
     # Installed in its own image only: it would overwrite the other runtime here.

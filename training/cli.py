@@ -402,6 +402,13 @@ def retrain(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Publish nothing. Events are taken in all the same.")
     ] = False,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MLFLOW_TRACKING_URI",
+            help="An MLflow tracking server, which gets the run and the published bundle; needs the extra `mlflow`.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Take in new events, train on them, judge the new model beside the current one, and publish it if it holds.
@@ -410,7 +417,7 @@ def retrain(
     refused or undecided, 4 nothing new, 5 another run is under way, 2 an error.
     """
     with _errors_as_messages():
-        from training.retrain import job, report
+        from training.retrain import job, report, tracking
         from training.retrain.config import JobConfig
         from training.retrain.sources import Outbox
 
@@ -420,6 +427,8 @@ def retrain(
             raise ConfigError(
                 "no source of events: give --data FOLDER, or the service's Redis as BFT_REDIS_URL, or both"
             )
+        if mlflow is not None:
+            tracking.require_mlflow()
         with ExitStack() as stack:
             streams = stack.enter_context(Outbox(outbox, cluster)) if outbox else None
             progress = stack.enter_context(reporter())
@@ -430,6 +439,12 @@ def retrain(
                 raise typer.Exit(5) from None
         path = report.keep(run, work)
     shown = {**report.to_json(run), "report": str(path)}
+    if mlflow is not None:
+        try:
+            shown["mlflow_run"] = tracking.track(mlflow, run, job_config, path, registry)
+        except Exception as error:
+            # The night is over, and what came of it stands. The text may hold the server's password.
+            _complain([f"MLflow did not take the run ({type(error).__name__}); its report lies at {path}"])
     _print(shown if as_json else f"{run.outcome}: {run.reason or run.bundle}\n{path}", as_json)
     raise typer.Exit(job.EXIT_STATUS[run.outcome])
 

@@ -206,10 +206,9 @@ def _carry_out(
     model, prepared = learn_everything(config, store, candidate, cut, current, folder, report)
     run.seconds["learning everything"] = time.monotonic() - clock
     report.stage("exporting to ONNX and comparing with torch")
-    paths = {name: parts for name, parts in PATHS.items() if getattr(config, name) is not None}
     record = {
         "name": config.model_name,
-        "config": config.model_dump(mode="json", exclude=paths),
+        "config": config.model_dump(mode="json", exclude=PATHS),
         "command": [Path(command[0]).name, *command[1:]],
         "commit": commit(),
         "data": {"source": "retrain", **facts.summary(), **prepared.split.summary()},
