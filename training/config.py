@@ -3,7 +3,7 @@
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, overload
 
@@ -101,6 +101,15 @@ class RunConfig(ModelRun):
 
     data: DataConfig
     split: SplitName = "leave_one_out"
+
+
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested settings, by dotted names."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 Run = TypeVar("Run", bound=ModelRun)

@@ -7,11 +7,11 @@ model with the alias `current`.
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.config import PATHS, ConfigError
+from training.config import PATHS, ConfigError, leaves
 from training.retrain.config import JobConfig
 from training.retrain.job import Run
 
@@ -67,7 +67,7 @@ def track(uri: str, run: Run, config: JobConfig, report: Path, registry: Path) -
     tags = {"outcome": run.outcome, "reason": run.reason, "bundle": run.bundle or "", "previous": run.current or ""}
     kept = client.create_run(experiment_id, run_name=run.begun, tags=tags)
     run_id: str = kept.info.run_id
-    params = [Param(key, str(value)) for key, value in _flat(config.model_dump(mode="json", exclude=PATHS))]
+    params = [Param(key, str(value)) for key, value in leaves(config.model_dump(mode="json", exclude=PATHS))]
     for begin in range(0, len(params), MAX_PARAMS):
         client.log_batch(run_id, params=params[begin : begin + MAX_PARAMS])
     for key, value in metrics_of(run).items():
@@ -96,15 +96,6 @@ def metrics_of(run: Run) -> dict[str, float]:
     }
     return {
         key.replace("@", "_at_").replace(" ", "_"): float(value)
-        for key, value in _flat(found)
+        for key, value in leaves(found)
         if isinstance(value, int | float) and math.isfinite(value)
     }
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values by dotted names."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -4,7 +4,7 @@ S seeds · U test users
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from training.config import PATHS, RunConfig
+from training.config import PATHS, RunConfig, leaves
 from training.events import DataConfig
 from training.study import strata
 from training.study.compare import METRICS, Difference, paired_differences
@@ -107,7 +107,7 @@ class Comparison:
         """Setting → the values that it has in the runs of one side."""
         values: dict[str, set[Any]] = {}
         for run in side:
-            for key, value in (dict(_leaves(DEFAULTS)) | dict(_leaves(run.config))).items():
+            for key, value in (dict(leaves(DEFAULTS)) | dict(leaves(run.config))).items():
                 values.setdefault(key, set()).add(value)
         return values
 
@@ -223,14 +223,6 @@ def model_order(model: str) -> tuple[int, str]:
 def _report_order(comparison: Comparison) -> Any:
     few = comparison.dataset.num_users < MIN_USERS
     return bool(comparison.caveat), few, comparison.variant, model_order(comparison.model), comparison.dataset.name
-
-
-def _leaves(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def mean(values: Iterable[float]) -> float:
