@@ -35,6 +35,10 @@ test: $(STAMP) ## Run the tests
 test-full: $(STAMP) ## Run the tests, those that take minutes too
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m ""
 
+.PHONY: docs-test
+docs-test: $(STAMP) ## Run every command of the README in an empty folder (minutes; KNOWN=FOLDER with Beauty.txt runs more)
+	$(BIN)/python tests/readme.py $(if $(KNOWN),--known $(KNOWN))
+
 .PHONY: lint
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .

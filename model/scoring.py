@@ -36,6 +36,10 @@ class FinalLayerNorm(nn.LayerNorm):
         spread = (state.mean.var(-1, correction=0, keepdim=True) + self.eps) * state.precision
         return Readout(self(state.mean), self.weight.square() / spread)
 
+    def own_variance(self, state: Gaussian) -> Tensor:
+        """γ²/λ for states (R,D): ρ before LN_f divides by the length s of the state."""
+        return self.weight.square() / state.precision
+
     def items(self, items_MD: Tensor) -> Tensor:
         """The embeddings, unchanged."""
         return items_MD
@@ -62,6 +66,10 @@ class UnitNorm(nn.Module):
         """z = h/(κ‖h‖), ρ = 1/(κ²‖h‖²λ) for states (R,D)."""
         scale = self.temperature * _length(state.mean)
         return Readout(self(state.mean), (scale.square() * state.precision).reciprocal())
+
+    def own_variance(self, state: Gaussian) -> Tensor:
+        """1/λ for states (R,D): ρ, but for a constant, before the state is divided by its length."""
+        return state.precision.reciprocal()
 
     def items(self, items_MD: Tensor) -> Tensor:
         """e/‖e‖."""
@@ -93,6 +101,13 @@ class GaussianHead(nn.Module):
             z = self.norm(state.mean)
             return Readout(z, torch.zeros_like(z))
         return self.norm.readout(state)
+
+    def own_variance(self, state: Gaussian) -> Tensor:
+        """What of ρ is the state's own uncertainty, (R,D), whatever its length; 0 without filtering.
+
+        A state's reliability compares it with that of a user nobody has seen, whose state may be several times as long.
+        """
+        return self.norm.own_variance(state) if self.filtering else torch.zeros_like(state.mean)
 
     def items(self, items_MD: Tensor) -> Tensor:
         """e of item embeddings (M,D), by the norm: what `forward` and `pairs` take."""

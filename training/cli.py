@@ -220,6 +220,9 @@ def calibrate(
     ensemble: Annotated[
         list[Path] | None, typer.Option(help="Bundles whose mean is compared; name the option once for each.")
     ] = None,
+    other_seed: Annotated[
+        Path | None, typer.Option(help="The bundle of another seed: are the two sure of the same users?")
+    ] = None,
     dropout_passes: Annotated[
         int, typer.Option(min=0, help="Passes of MC dropout, to compare with (of --plain if given); 0: none.")
     ] = 0,
@@ -237,8 +240,9 @@ def calibrate(
     Writes a report with tables and figures, and the record from which they are made.
     """
     with _errors_as_messages():
-        opened, *others = (
-            open_bundle(registries.resolve(path)) for path in (bundle, *([plain] if plain else []), *(ensemble or []))
+        opened, *several = (open_bundle(registries.resolve(path)) for path in (bundle, *(ensemble or [])))
+        without_filtering, of_another_seed = (
+            open_bundle(registries.resolve(path)) if path else None for path in (plain, other_seed)
         )
         log = _data_config(opened, data, overrides)
         from training.confidence.bundles import judge_bundle
@@ -251,8 +255,9 @@ def calibrate(
                 opened,
                 log,
                 data.stem,
-                others.pop(0) if plain else None,
-                others,
+                without_filtering,
+                several,
+                of_another_seed,
                 dropout_passes,
                 progress,
             )

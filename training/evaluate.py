@@ -273,12 +273,19 @@ def report(
     }
 
 
-def confidences(predictions: Predictions, calibration: Calibration, training_counts: np.ndarray) -> np.ndarray:
-    """The confidence (U,K) of the first `LIST_LENGTH` listed items, in [0, 1)."""
+def confidences(
+    predictions: Predictions, calibration: Calibration, training_counts: np.ndarray, k: int = LIST_LENGTH
+) -> np.ndarray:
+    """The confidence (U,K) of the first k listed items, in [0, 1)."""
     with np.errstate(invalid="ignore"):  # −inf·0 where the map gives the probability no weight
-        confidence = calibration.confidence(predictions.features(training_counts, LIST_LENGTH))
+        confidence = calibration.confidence(predictions.features(training_counts, k))
     # A list longer than what is left of the catalogue ends in items that the event rules out.
-    return np.where(np.isfinite(predictions.list_log_probability[:, :LIST_LENGTH]), confidence, 0.0)
+    return np.where(np.isfinite(predictions.list_log_probability[:, :k]), confidence, 0.0)
+
+
+def stated(confidence_UK: np.ndarray) -> np.ndarray:
+    """The list confidence that the service states, (U,): min(1, Σ confidence)."""
+    return np.minimum(confidence_UK.sum(1), 1.0)
 
 
 def _predict_chunk(scored: ScoredUsers, targets: Targets, temperature: float, k: int) -> dict[str, np.ndarray]:

@@ -137,7 +137,7 @@ def train(
     if not resume and world.is_first:
         for path in (checkpoint, *out.glob(f"refit-{checkpoint.stem}-*.pt")):
             path.unlink(missing_ok=True)
-    model = _new_model(config, prepared)
+    model = new_model(config, prepared)
     progress = report.step, report.epoch, world
     state = fit(model, prepared.split, prepared.event, config.training, checkpoint, *progress)
 
@@ -156,7 +156,7 @@ def train(
         fitted = world.from_first(lambda: write(model.cpu(), prepared, calibration, record, out / "registry"))
         report.stage(f"going on with the validation events for {epochs} epochs")
         prepared, calibrated_by = prepared.with_validation_learned(), fitted.name
-        model = _new_model(config, prepared)
+        model = new_model(config, prepared)
         model.load_state_dict(state.best_weights)
         refit_checkpoint = out / f"refit-{checkpoint.stem}-{state.best_epoch}-{epochs}.pt"
         further = going_on(config.training, epochs)
@@ -169,7 +169,8 @@ def train(
     return TrainedModel(bundle, record)
 
 
-def _new_model(config: RunConfig, prepared: Prepared) -> Backbone:
+def new_model(config: RunConfig, prepared: Prepared) -> Backbone:
+    """A model of the configuration for the log that was prepared, initialised by the training seed."""
     torch.manual_seed(config.training.seed)
     return build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
 

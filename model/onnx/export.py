@@ -133,7 +133,7 @@ class RankerGraph(nn.Module):
         self.register_buffer("item_table", table)
         self.register_buffer("candidate_variance", model.head.candidate_variance(log_count).detach())
         self.register_buffer("catalogue_mean", table[FIRST_ITEM:].mean(0))
-        self.register_buffer("prior_variance", prior_readout_variance(model))
+        self.register_buffer("prior_variance", prior_variance(model))
         self.register_buffer("specials", torch.arange(FIRST_ITEM)[None])
 
     def forward(
@@ -157,13 +157,15 @@ class RankerGraph(nn.Module):
 
         A drawn state, of which nothing is uncertain, has an infinite `order_precision`.
         """
-        z = self.head.readout(Gaussian(mean, precision))
+        state = Gaussian(mean, precision)
+        z = self.head.readout(state)
         order_z = self.head.readout(Gaussian(order_mean, order_precision))
         # Special tokens are never in the normaliser nor in a list.
         specials = self.specials.expand(mean.shape[0], -1)
         outputs = emit_gaussian_top_k(
             (
                 *z,
+                self.head.own_variance(state),
                 self.item_table,
                 self.candidate_variance,
                 self.catalogue_mean,
@@ -186,10 +188,10 @@ class RankerGraph(nn.Module):
 
 
 @torch.no_grad()
-def prior_readout_variance(model: Backbone) -> Tensor:
-    """ρ_BOS (D,): the readout variance of a user nobody has seen."""
+def prior_variance(model: Backbone) -> Tensor:
+    """`GaussianHead.own_variance` (D,) of a user nobody has seen."""
     state = model.eval().final_state(torch.tensor([[BOS]]), torch.ones(1, 1))
-    return model.head.readout(state).variance[0]
+    return model.head.own_variance(state)[0]
 
 
 @dataclass(frozen=True)
@@ -592,8 +594,8 @@ def _ranker_case(
     log_probability = (possible / temperature).log_softmax(-1)
     probability = log_probability.exp()
     squares = items[top.indices].square()
-    prior = (squares * prior_readout_variance(model)).sum(-1)
-    left = (squares * model.head.readout(state).variance[:, None]).sum(-1)
+    prior = (squares * prior_variance(model)).sum(-1)
+    left = (squares * model.head.own_variance(state)[:, None]).sum(-1)
     inputs = {
         "mean": state.mean,
         "precision": state.precision,

@@ -160,6 +160,7 @@ def PostNormPredict(mean, precision, ln_weight, ln_bias, w1, b1, w2, b2, process
 def GaussianTopK(
     mean,
     variance,
+    own_variance,
     items,
     candidate_variance,
     catalogue_mean,
@@ -188,11 +189,12 @@ def GaussianTopK(
 
     of another readout; nothing else changes with it. A batch without such rows (P = 0) pays nothing for them.
 
-    Inputs: readout `mean`, `variance` (B,D); `items` (V,D); `candidate_variance` (V,); `catalogue_mean` (D,);
-    `prior_variance` (D,), the readout's of a user nobody has seen; `added_items` (A,D), `added_variance` (A,);
-    `seen` (B,S), item numbers outside the normaliser; `blocked` (B,X), item numbers outside the list;
-    `k` (1,); `temperature` and `variance_scale` c scalars; `order_rows` (P,), each of the B at most once; the readout
-    to order by, `order_mean`, `order_variance` (P,D); `order_shrinkage` s and `order_kappa` κ (P,).
+    Inputs: readout `mean`, `variance` (B,D); `own_variance` (B,D), the state's before its length divides it; `items`
+    (V,D); `candidate_variance` (V,); `catalogue_mean` (D,); `prior_variance` (D,), the own one of a user nobody has
+    seen; `added_items` (A,D), `added_variance` (A,); `seen` (B,S), item numbers outside the normaliser; `blocked`
+    (B,X), item numbers outside the list; `k` (1,); `temperature` and `variance_scale` c scalars; `order_rows` (P,),
+    each of the B at most once; the readout to order by, `order_mean`, `order_variance` (P,D); `order_shrinkage` s and
+    `order_kappa` κ (P,).
 
     Outputs: per listed item (B,k) `numbers`, `order_key` (what the list is ordered by), `logit` (both −inf where fewer
     than k are left), `score_mean`, `score_variance`, `reliability` (NaN without variance); per user (B,)
@@ -270,9 +272,9 @@ def GaussianTopK(
     )
     score_mean = op.ReduceSum(listed_items * op.Unsqueeze(mean, [1]), [-1], keepdims=0)
     squares = listed_items * listed_items
-    state_variance = op.ReduceSum(squares * op.Unsqueeze(variance, [1]), [-1], keepdims=0)
-    score_variance = state_variance + energy * listed_variance
-    unresolved = state_variance / op.ReduceSum(squares * prior_variance, [-1], keepdims=0)
+    score_variance = op.ReduceSum(squares * op.Unsqueeze(variance, [1]), [-1], keepdims=0) + energy * listed_variance
+    left = op.ReduceSum(squares * op.Unsqueeze(own_variance, [1]), [-1], keepdims=0)
+    unresolved = left / op.ReduceSum(squares * prior_variance, [-1], keepdims=0)
     reliability = op.Clip(1.0 - unresolved, 0.0, 1.0)
     # From what is listed, whatever it was ordered by: reading `tempered` again would keep it, at a copy of B·V numbers.
     average = op.MatMul(mean, op.Unsqueeze(catalogue_mean, [1]))

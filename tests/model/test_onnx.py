@@ -452,16 +452,21 @@ def test_reliability_is_the_share_of_a_new_user_s_variance_that_the_history_reso
     found = rank(on, state, [[]] * 3, [[]] * 3, 8)
     params = reference_params(on.model, COUNTS)
     new_user = reference_states(on.model, COUNTS, np.array([[BOS]]), np.ones((1, 1), np.float32))
-    weight, bias = params["final_norm_weight"], params["final_norm_bias"]
-    prior = reference.final_state(new_user.mean[0, 0], new_user.precision[0, 0], weight, bias).user_variance
     for row in range(3):
-        mean, precision = (state[name][row].astype(np.float64) for name in ("mean", "precision"))
-        left = reference.final_state(mean, precision, weight, bias).user_variance
-        items = params["token_embedding"][found["items"][row]]
-        assert_close(found["reliability"][row], reference.reliability(items, left, prior), FLOAT32_TOL)
+        items, precision = params["token_embedding"][found["items"][row]], state["precision"][row].astype(np.float64)
+        expected = reference.reliability(items, params["final_norm_weight"], precision, new_user.precision[0, 0])
+        assert_close(found["reliability"][row], expected, FLOAT32_TOL)
     assert (found["reliability"][0] == 0).all()  # less certain than of nobody: not below 0
     assert ((found["reliability"][1] > 0) & (found["reliability"][1] < 1)).all()
     assert (found["reliability"][2] > 0.9).all()
+
+
+def test_reliability_does_not_ask_how_long_a_state_is(on: Exported) -> None:
+    state = states(np.random.default_rng(10), 1, plain=False)
+    once = rank(on, state, [[]], [[]], NUM_ITEMS)
+    longer = rank(on, state | {"mean": 3 * state["mean"]}, [[]], [[]], NUM_ITEMS)
+    in_order, in_other_order = (np.argsort(found["items"][0]) for found in (once, longer))
+    assert_close(once["reliability"][0, in_order], longer["reliability"][0, in_other_order], FLOAT32_TOL)
 
 
 def test_a_new_user_s_reliability_is_zero_and_a_plain_model_has_none(on: Exported, off: Exported) -> None:

@@ -423,9 +423,10 @@ def test_probability_is_a_tempered_softmax_over_unseen_items_and_entropy_is_in_n
 
 
 def test_reliability_is_the_resolved_share_of_prior_variance_clipped_to_0_and_1() -> None:
-    # Σe²ρ = (1, 4, 5) against Σe²ρ_BOS = (4, 2, 6).
+    # γ²/λ = (1, 4) against (4, 2), so Σe²γ²/λ = (1, 4, 5) against (4, 2, 6).
     items = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    resolved = reference.reliability(items, np.array([1.0, 4.0]), np.array([4.0, 2.0]))
+    weight, precision, bos_precision = np.array([2.0, -1.0]), np.array([4.0, 0.25]), np.array([1.0, 0.5])
+    resolved = reference.reliability(items, weight, precision, bos_precision)
     assert_close(resolved, [0.75, 0.0, 1.0 / 6.0], EXACT)
 
 

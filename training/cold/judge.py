@@ -17,10 +17,9 @@ from model.bundle import Calibration
 from training import evaluate, metrics
 from training.cold.blend import SIGNALS, Blend, Curves, Signal, pooled, popular, popularity
 from training.cold.records import Figures, FittedBlend, Question
-from training.confidence.judge import stated
 from training.confidence.measures import mean_estimate
 from training.confidence.records import Interval
-from training.evaluate import LIST_LENGTH, Predictions, ScoredUsers
+from training.evaluate import LIST_LENGTH, Predictions, ScoredUsers, stated
 from training.pipeline import Prepared
 from training.splits import HELD_OUT_SHARE, Histories, Targets, place_of
 from training.tables import DataError

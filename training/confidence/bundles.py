@@ -13,6 +13,13 @@ from training.confidence.judge import PLAIN, Scoring, System, judge
 from training.confidence.paid import ensemble as ensemble_of
 from training.confidence.paid import mc_dropout
 from training.confidence.records import ConfidenceRecord
+from training.confidence.sanity import (
+    Asked,
+    altered_histories,
+    catalogue_confidence,
+    reliability_by_events,
+    seed_agreement,
+)
 from training.evaluate import ScoredUsers, Scorer, score_users, score_users_by
 from training.events import DataConfig
 from training.pipeline import commit, cpu_model, prepare_for, versions
@@ -26,6 +33,7 @@ def judge_bundle(
     dataset: str,
     plain: Bundle | None,
     ensemble: Sequence[Bundle],
+    other_seed: Bundle | None,
     dropout_passes: int,
     report: Reporter,
 ) -> ConfidenceRecord:
@@ -37,6 +45,7 @@ def judge_bundle(
         dataset: what the log is called.
         plain: a model without filtering, trained on the same log.
         ensemble: models whose mean is a paid confidence; none: no such row.
+        other_seed: the same training with another seed, to see whether the two are sure of the same users.
         dropout_passes: of MC dropout, of `plain` if there is one, else of the bundle; 0: no such row.
         report: receives the progress.
 
@@ -46,7 +55,7 @@ def judge_bundle(
         DataError: the log cannot be read, or is none that the bundle was trained on.
     """
     begun = time.monotonic()
-    others = [*ensemble, *([] if plain is None else [plain])]
+    others = [*ensemble, *(one for one in (plain, other_seed) if one is not None)]
     require_one_catalogue(bundle, others)
     for other in others:
         if _refitted(other) != _refitted(bundle):
@@ -81,6 +90,13 @@ def judge_bundle(
         systems[f"ensemble of {len(ensemble)}"] = several
     report.stage(f"scoring {len(prepared.split.test):,} test users by the model and {len(systems)} other systems")
     parts = judge(system([bundle], alone), bundle.calibration, prepared, learned, systems)
+    report.stage("asking about histories that are nobody's, rare items, and by number of events")
+    counts, test = learned.catalog.training_counts, prepared.split.test
+
+    def asked(one: Bundle) -> Asked:
+        return Asked(load_model(one), one.calibration, event, counts)
+
+    judged = asked(bundle)
     return ConfidenceRecord(
         dataset=dataset,
         data={**prepared.log.summary(), **prepared.split.summary()},
@@ -88,11 +104,16 @@ def judge_bundle(
         models={
             "served": bundle.manifest.version,
             **({PLAIN: plain.manifest.version} if plain is not None else {}),
+            **({"other seed": other_seed.manifest.version} if other_seed is not None else {}),
             **({"ensemble": [one.manifest.version for one in ensemble]} if ensemble else {}),
         },
         commit=commit(),
         environment={"cpu": cpu_model(), "threads": torch.get_num_threads(), **versions()},
         seconds=round(time.monotonic() - begun, 1),
+        altered=altered_histories(judged, test),
+        by_catalogue_item=catalogue_confidence(judged, test),
+        reliability=reliability_by_events(judged.model, test) if bundle.manifest.model.filtering else (),
+        seed_agreement=None if other_seed is None else seed_agreement(judged, asked(other_seed), test),
         **parts,
     )
 

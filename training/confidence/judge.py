@@ -18,7 +18,7 @@ from training.confidence import measures
 from training.confidence.measures import COVERAGES, Ranked, log_loss, mean_estimate, resampled
 from training.confidence.records import Comparison, Interval, ItemConfidence, Likelihood, ListConfidence
 from training.confidence.signals import FREE, OF_PRECISION, Combination, signals
-from training.evaluate import LIST_LENGTH, Predictions, ScoredUsers
+from training.evaluate import LIST_LENGTH, Predictions, ScoredUsers, stated
 from training.pipeline import Prepared
 from training.splits import Histories
 from training.study import strata
@@ -220,11 +220,6 @@ def by_stratum(
         },
         "by_item": {name: item_confidence(confidence_UK, hit_UK, member) for name, member in places.items()},
     }
-
-
-def stated(confidence_UK: np.ndarray) -> np.ndarray:
-    """The list confidence that the service states, (U,): min(1, Σ confidence)."""
-    return np.minimum(confidence_UK.sum(1), 1.0)
 
 
 def comparisons(

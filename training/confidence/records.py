@@ -88,6 +88,27 @@ class Comparison(Part):
     """Seconds to score the test users, as a multiple of the served model's; None: nothing beside it."""
 
 
+class AlteredHistory(Part):
+    """What lists state for users of two events or more when the model reads another history than theirs."""
+
+    history: str
+    users: int
+    stated: float
+    difference: Interval | None
+    """To what they state for their own; None: that one itself."""
+
+
+class ReliabilityAfter(Part):
+    """The reliability of lists after a number of events, of the users who have so many."""
+
+    events: int
+    users: int
+    median: float
+    """Over users, of the mean of a list's items as they are served, 0 to 1."""
+    share_clipped: float
+    """Of the items, how many are below 0 before they are served as 0."""
+
+
 class ConfidenceRecord(Part):
     """How the confidences of one bundle did on the test users of one data set."""
 
@@ -114,6 +135,14 @@ class ConfidenceRecord(Part):
     by_item: dict[str, ItemConfidence]
     """Places of lists by the training uses of the listed item."""
     comparisons: tuple[Comparison, ...]
+    altered: tuple[AlteredHistory, ...]
+    by_catalogue_item: dict[str, float]
+    """Mean confidence of every item that can be the event, by its training uses."""
+    reliability: tuple[ReliabilityAfter, ...]
+    """None of a model without filtering."""
+    seed_agreement: float | None
+    """Share of the users whom a model of another seed puts in the same tenth by list confidence, or in one beside it;
+    None: there was no such model."""
 
 
 def record_path(folder: Path, dataset: str) -> Path:

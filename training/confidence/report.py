@@ -69,6 +69,11 @@ def answers(record: ConfidenceRecord) -> list[str]:
         difference = free[0].log_loss_difference
         adds = "Precision adds to" if difference.low > 0 else "Precision is not shown to add to"
         said.append(f"{adds} what comes for free: log-loss {_shown(difference)} nats a user lower with it.")
+    if record.seed_agreement is not None:
+        said.append(
+            f"A model of another seed puts {100 * record.seed_agreement:.0f} % of the users in the same tenth by list"
+            " confidence, or in one beside it."
+        )
     return said
 
 
@@ -122,7 +127,61 @@ def tables(record: ConfidenceRecord) -> list[Table]:
         _coverage({"all": record.lists, **record.by_user}),
         _items("items_by_user", "Items, by training events of the user", {"all": record.items, **record.by_user_items}),
         _items("items", "Items, by training uses of the item", record.by_item),
+        *_sanity(record),
     ]
+
+
+def _sanity(record: ConfidenceRecord) -> list[Table]:
+    """Whether confidence behaves as its meaning asks."""
+    found = [
+        Table(
+            "altered",
+            "Histories that are nobody's",
+            {"history": "text", "users": "count", "list confidence": "metric", "− their own": "signed"},
+            tuple(
+                Row(
+                    {
+                        "history": one.history,
+                        "users": one.users,
+                        "list confidence": one.stated,
+                        "− their own": _estimate(one.difference),
+                    }
+                )
+                for one in record.altered
+            ),
+            ("Users of two events or more, and the same number of events each.",),
+        ),
+        Table(
+            "catalogue",
+            "Every item of the catalogue, by its training uses",
+            {"training uses": "text", "mean confidence, millionths": "number"},
+            tuple(
+                Row({"training uses": name, "mean confidence, millionths": 1e6 * mean})
+                for name, mean in record.by_catalogue_item.items()
+            ),
+        ),
+    ]
+    if record.reliability:
+        found.append(
+            Table(
+                "reliability",
+                "Reliability, by number of events",
+                {"events": "count", "users": "count", "median": "metric", "share clipped at 0": "metric"},
+                tuple(
+                    Row(
+                        {
+                            "events": one.events,
+                            "users": one.users,
+                            "median": one.median,
+                            "share clipped at 0": one.share_clipped,
+                        }
+                    )
+                    for one in record.reliability
+                ),
+                ("Of the users who have so many events, after that many of theirs.",),
+            )
+        )
+    return found
 
 
 def reliability_figure(record: ConfidenceRecord) -> Figure:

@@ -16,7 +16,6 @@ from model.config import FIRST_ITEM, UNK, ModelConfig
 from model.weights import load_model
 from training import evaluate
 from training.catalog import Catalog, read_retired
-from training.confidence.judge import stated
 from training.config import OptimizerConfig
 from training.events import LogFacts
 from training.loop import TrainState, fit, going_on, refit
@@ -127,7 +126,7 @@ def answers(model: Backbone, calibration: Calibration, prepared: Prepared, count
     scored = evaluate.score_users(model, read.history, prepared.event)
     said = evaluate.predict(scored, read, calibration.temperature, evaluate.LIST_LENGTH)
     confidence = evaluate.confidences(said, calibration, counts)
-    return Answered(np.where(is_known, said.rank, np.inf), stated(confidence))
+    return Answered(np.where(is_known, said.rank, np.inf), evaluate.stated(confidence))
 
 
 def as_read_by(targets: Targets, num_items: int) -> Targets:

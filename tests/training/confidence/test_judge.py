@@ -24,10 +24,9 @@ from training.confidence.judge import (
     judge,
     likelihood,
     list_confidence,
-    stated,
 )
 from training.confidence.paid import mc_dropout
-from training.evaluate import LIST_LENGTH, Predictions, score_users, score_users_by
+from training.evaluate import LIST_LENGTH, Predictions, score_users, score_users_by, stated
 from training.pipeline import Prepared, calibrate
 from training.splits import Histories, Split, training_counts
 

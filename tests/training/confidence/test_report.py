@@ -18,8 +18,9 @@ from training.study.records import read
 def judged(trained: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a report in which the bundle stands for every other system, too."""
     out = tmp_path_factory.mktemp("confidence")
-    others = ["--plain", trained.registry, "--ensemble", trained.registry, "--ensemble", trained.registry]
-    paid = [*others, "--dropout-passes", "2"]
+    paid: list[str | Path] = ["--dropout-passes", "2"]
+    for option in ("--plain", "--ensemble", "--ensemble", "--other-seed"):
+        paid += [option, trained.registry]
     done = bft_train("calibrate", "--bundle", trained.registry, "--data", trained.log, "--report", out, *paid, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -61,6 +62,17 @@ def test_a_system_that_is_the_served_model_differs_in_nothing(judged: Path) -> N
     difference = found["plain"].aurc_difference
     assert difference is not None
     assert (difference.value, difference.low, difference.high) == (0, 0, 0)
+
+
+def test_the_report_tells_whether_confidence_behaves(judged: Path) -> None:
+    found, text = record(judged), (judged / REPORT).read_text()
+
+    assert found.seed_agreement == 1
+    assert "A model of another seed puts 100 % of the users in the same tenth" in text
+    assert [one.history for one in found.altered][0] == "their own"
+    assert [one.events for one in found.reliability] == [0, 1, 2, 3, 5, 10]
+    for title in ("Histories that are nobody's", "Every item of the catalogue", "Reliability, by number of events"):
+        assert f"## {title}" in text
 
 
 def test_the_report_is_made_of_the_record_alone(judged: Path) -> None:
