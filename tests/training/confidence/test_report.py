@@ -69,7 +69,7 @@ def test_the_report_tells_whether_confidence_behaves(judged: Path) -> None:
 
     assert found.seed_agreement == 1
     assert "A model of another seed puts 100 % of the users in the same tenth" in text
-    assert [one.history for one in found.altered][0] == "their own"
+    assert found.altered[0].history == "their own"
     assert [one.events for one in found.reliability] == [0, 1, 2, 3, 5, 10]
     for title in ("Histories that are nobody's", "Every item of the catalogue", "Reliability, by number of events"):
         assert f"## {title}" in text
