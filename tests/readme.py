@@ -161,7 +161,7 @@ def copy_project(folder: Path) -> None:
 def traffic() -> None:
     """A day: lists that were left to chance, and what their users did next."""
     with httpx.Client(base_url=PUBLIC, timeout=60) as client:
-        for (user,), walk in walks([f"guest {number}" for number in range(200)], NEW_YEAR_S, 9).group_by("user_id"):
+        for (user,), walk in walks([f"user {number}" for number in range(400)], NEW_YEAR_S, 9).group_by("user_id"):
             *before, last = walk["item_id"].to_list()
             checked(client, "events", events=[{"user_id": user, "item_id": item} for item in before])
             asked = checked(client, "recommendations", user_id=user, policy="thompson")
@@ -170,7 +170,9 @@ def traffic() -> None:
 
 
 def checked(client: httpx.Client, resource: str, **body: Any) -> dict[str, Any]:
-    answer = client.post(f"/v1/{resource}", json=body)
+    """The answer to a request that must be accepted, if not now, then when the service says so."""
+    while (answer := client.post(f"/v1/{resource}", json=body)).status_code == 503:
+        time.sleep(float(answer.headers["Retry-After"]))
     answer.raise_for_status()
     result: dict[str, Any] = answer.json()
     return result
