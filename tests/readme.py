@@ -1,7 +1,7 @@
 """`make docs-test`: every command of the README, in its order, in a copy of the project in an empty folder.
 
 What the README takes for granted (a log, titles, event files, a Redis on its usual port, yesterday's traffic) is made
-first. Whatever a command prints goes to the screen's log file; a command that does not end as expected is shown.
+first. What the commands print goes to commands.log in the folder; of one that fails the end is shown.
 """
 
 import argparse

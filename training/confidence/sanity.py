@@ -19,6 +19,7 @@ from training.batches import collate, serving_windows
 from training.confidence.measures import mean_estimate
 from training.confidence.records import AlteredHistory, Interval, ReliabilityAfter
 from training.evaluate import LIST_LENGTH, stated
+from training.metrics import equal_mass_bins
 from training.splits import Histories, Targets
 from training.study import strata
 
@@ -87,7 +88,7 @@ def sample(test: Targets, generator: np.random.Generator, most: int, min_events:
     """At most so many test users, those with some events to read."""
     enough = np.flatnonzero(np.diff(test.history.offsets) >= min_events)
     chosen = np.sort(generator.choice(enough, min(most, len(enough)), replace=False))
-    return Targets(test.history.of_users(chosen), test.target[chosen])
+    return test.of_users(chosen)
 
 
 def reordered(histories: Histories, generator: np.random.Generator) -> Histories:
@@ -175,9 +176,5 @@ def decile_agreement(stated_U: np.ndarray, other_U: np.ndarray) -> float:
     Args:
         stated_U, other_U: list confidence of the same users by each.
     """
-    return float((np.abs(_decile(stated_U) - _decile(other_U)) <= 1).mean())
-
-
-def _decile(stated_U: np.ndarray) -> np.ndarray:
-    rank = np.argsort(np.argsort(stated_U, kind="stable"), kind="stable")
-    return rank * NUM_DECILES // len(stated_U)
+    apart = equal_mass_bins(stated_U, NUM_DECILES) - equal_mass_bins(other_U, NUM_DECILES)
+    return float((np.abs(apart) <= 1).mean())
