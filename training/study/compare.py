@@ -3,7 +3,7 @@
 S seeds · U test users · V users for whom something differs · M metrics · R resamples
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,21 +17,12 @@ CHUNK_COUNTS = 2**22
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Mean of a metric under two models, and what the first has over the second."""
+class Change:
+    """What one model has over another, and its 95 % interval."""
 
-    first: float
-    second: float
     difference: float
     low: float
     high: float
-    users: int
-    seeds: int
-
-    @property
-    def relative(self) -> float | None:
-        """The difference as a share of the second's; None where that is 0."""
-        return self.difference / self.second if self.second else None
 
     @property
     def excludes_zero(self) -> bool:
@@ -44,6 +35,21 @@ class Difference:
         if not self.excludes_zero:
             return "no difference shown"
         return "better" if self.low > 0 else "worse"
+
+
+@dataclass(frozen=True)
+class Difference(Change):
+    """Mean of a metric under two models, and what the first has over the second."""
+
+    first: float
+    second: float
+    users: int
+    seeds: int
+
+    @property
+    def relative(self) -> float | None:
+        """The difference as a share of the second's; None where that is 0."""
+        return self.difference / self.second if self.second else None
 
 
 def paired_differences(
@@ -59,10 +65,9 @@ def paired_differences(
         first, second: metric → (S,U), of each user under each seed, paired by row and by column; S and U at least 1.
         seed: of the resampling.
     """
-    gain_SUM = np.stack([first[name] - second[name] for name in first], axis=-1)
+    gain_SUM = _gains(first, second)
     num_seeds, num_users, _ = gain_SUM.shape
-    draws_RM = _resampled_means(gain_SUM, np.random.default_rng(seed))
-    low_M, high_M = np.quantile(draws_RM, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    low_M, high_M = _bounds(_resampled_means(gain_SUM, np.random.default_rng(seed)))
     return {
         name: Difference(
             first=float(first[name].mean()),
@@ -75,6 +80,48 @@ def paired_differences(
         )
         for metric, name in enumerate(first)
     }
+
+
+def mean_relative_change(
+    pairs: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]], seed: int = 0
+) -> dict[str, Change]:
+    """Mean over data sets of the change from the second model to the first, as a share of the second's mean.
+
+    Each data set counts the same, whatever its size, and is resampled by itself, as in `paired_differences`. The
+    interval is about these data sets: another one may have another change.
+
+    Args:
+        pairs: the first and the second model on each data set, as `paired_differences` takes them; with the same
+            metrics on all.
+        seed: of the resampling.
+
+    Raises:
+        ZeroDivisionError: the second model's mean is 0 on a data set.
+    """
+    changes, draws = [], []
+    for place, (first, second) in enumerate(pairs):
+        gain_SUM = _gains(first, second)
+        mean_M = np.array([float(second[name].mean()) for name in first])
+        if not mean_M.all():
+            raise ZeroDivisionError("a change relative to 0")
+        changes.append(gain_SUM.mean((0, 1)) / mean_M)
+        draws.append(_resampled_means(gain_SUM, np.random.default_rng([seed, place])) / mean_M)
+    low_M, high_M = _bounds(np.mean(draws, axis=0))
+    change_M = np.mean(changes, axis=0)
+    return {
+        name: Change(float(change_M[metric]), float(low_M[metric]), float(high_M[metric]))
+        for metric, name in enumerate(pairs[0][0])
+    }
+
+
+def _gains(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> np.ndarray:
+    """(S,U,M)"""
+    return np.stack([first[name] - second[name] for name in first], axis=-1)
+
+
+def _bounds(draws_RM: np.ndarray) -> np.ndarray:
+    """(2,M) ends of the percentile interval."""
+    return np.quantile(draws_RM, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
 
 
 def _resampled_means(gain_SUM: np.ndarray, generator: np.random.Generator) -> np.ndarray:

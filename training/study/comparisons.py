@@ -15,7 +15,7 @@ import numpy as np
 from training.config import PATHS, RunConfig, leaves
 from training.events import DataConfig
 from training.study import strata
-from training.study.compare import METRICS, Difference, paired_differences
+from training.study.compare import METRICS, Change, Difference, mean_relative_change, paired_differences
 from training.study.records import BASELINES, DatasetRecord, RunRecord
 
 MIN_SEEDS = 3
@@ -131,15 +131,24 @@ class Comparison:
     @cached_property
     def differences(self) -> dict[Stratum, dict[str, Difference]]:
         """Filtering on against off by stratum and metric; a stratum without users is not there."""
-        return {stratum: self._difference(users) for stratum, users in self.users.items() if users.any()}
+        return {
+            stratum: paired_differences(*self.values(stratum)) for stratum, users in self.users.items() if users.any()
+        }
 
     @cached_property
     def overall(self) -> dict[str, Difference]:
         """Filtering on against off over all test users, by metric."""
-        return self._difference(self.users[ALL])
+        return paired_differences(*self.values(ALL))
 
-    def _difference(self, users: np.ndarray) -> dict[str, Difference]:
-        return paired_differences(per_user(self.on, self.dataset, users), per_user(self.off, self.dataset, users))
+    def values(self, stratum: Stratum) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """With filtering and without: metric → (S,U) of the stratum's users."""
+        users = self.users[stratum]
+        return per_user(self.on, self.dataset, users), per_user(self.off, self.dataset, users)
+
+    def has_change(self, stratum: Stratum) -> bool:
+        """Whether the stratum has users, and hits without filtering that a change can be told relative to."""
+        differences = self.differences.get(stratum)
+        return differences is not None and all(difference.second for difference in differences.values())
 
     def in_words(self, difference: Difference) -> str:
         """What a difference of this comparison says, and why it carries no claim if it does not."""
@@ -167,6 +176,23 @@ class Study:
     def of_recipe(self) -> list[Comparison]:
         """The comparisons of the recipes as they stand, without variants."""
         return [comparison for comparison in self.comparisons if not comparison.variant]
+
+    @cached_property
+    def together(self) -> dict[tuple[str, Stratum], tuple[tuple[Comparison, ...], dict[str, Change]]]:
+        """What the data sets of a backbone say together, where several carry a claim.
+
+        Returns:
+            backbone and stratum (all users, rare items, cold users) → the comparisons, and the mean of their relative
+            changes by metric.
+        """
+        claims = [comparison for comparison in self.of_recipe() if not comparison.caveat]
+        found = {}
+        for model in dict.fromkeys(comparison.model for comparison in claims):
+            for stratum in (ALL, RARE, COLD):
+                over = tuple(one for one in claims if one.model == model and one.has_change(stratum))
+                if len(over) > 1:
+                    found[model, stratum] = over, mean_relative_change([one.values(stratum) for one in over])
+        return found
 
 
 def study_of(datasets: dict[str, DatasetRecord], runs: Sequence[RunRecord]) -> Study:

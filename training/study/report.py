@@ -193,6 +193,7 @@ def _markdown(study: Study, made: dict[str, Table], link: Callable[[str], str]) 
         *answer_in_sentences(study),
         made["answer"].to_markdown(),
         shown["differences"],
+        *(_section(made["pooled"]) if made["pooled"].rows else []),
         *_section(made["main"]),
         *_section(made["headline"]),
         "## Is it a shift of popularity?",
@@ -243,7 +244,8 @@ def answer_in_sentences(study: Study) -> list[str]:
             f" one {may_claim}. What they show is no evidence:"
         )
     groups = (("All test users", ALL), ("Rare target items", RARE), ("Cold users", COLD))
-    lines = [
+    lines = [_together(study)] if claims else []
+    lines += [
         f"- **{name}**: " + "; ".join(f"{metric} {_counted(judged, stratum, metric)}" for metric in METRICS) + "."
         for name, stratum in groups
     ]
@@ -253,7 +255,19 @@ def answer_in_sentences(study: Study) -> list[str]:
         trends = {model: words for model, words in tables.sparsity_in_words(study).items() if model in models}
         lines += [f"- **Sparsity**, {MODELS.get(model, model)}: {words}." for model, words in trends.items()]
     lines.append(f"- **Baselines**: {_targets_in_words(study)}. A gain over a weak baseline would count for nothing.")
-    return [head, "\n".join(lines)]
+    return [head, "\n".join(filter(None, lines))]
+
+
+def _together(study: Study) -> str:
+    """What the data sets of each backbone say together; empty if none has several."""
+    said = [
+        f"{MODELS.get(model, model)}, {len(over)} data sets, NDCG@10"
+        f" {tables.in_percent(change.difference, change.low, change.high, change.verdict)}"
+        for (model, stratum), (over, changes) in study.together.items()
+        if stratum == ALL
+        for change in [changes["NDCG@10"]]
+    ]
+    return f"- **The data sets together**, all test users: {'; '.join(said)}." if said else ""
 
 
 def _counted(compared: list[Comparison], stratum: Stratum, metric: str) -> str:

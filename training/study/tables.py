@@ -50,6 +50,7 @@ def all_tables(study: Study) -> list[Table]:
     """Every table, in the report's order; each has a key of its own."""
     return [
         answer(study),
+        pooled(study),
         main(study),
         headline(study),
         shift(study),
@@ -108,12 +109,42 @@ def _relative_in_words(comparison: Comparison, stratum: Stratum, metric: str) ->
     relative = _relative(difference)
     if relative is None:
         return f"{difference.verdict} (no hit without filtering)"
-    percent = [f"{value:+.1%}".replace("-", "−").replace("%", " %") for value in _bounds(relative)]
-    return f"{percent[0]} ({percent[1]} … {percent[2]}): {difference.verdict}"
+    return in_percent(relative.value, relative.low, relative.high, difference.verdict)
 
 
-def _bounds(estimate: Estimate) -> tuple[float, float, float]:
-    return estimate.value, estimate.low, estimate.high
+def in_percent(value: float, low: float, high: float, verdict: str) -> str:
+    """`+1.4 % (+0.2 % … +2.7 %): better`"""
+    percent = [f"{each:+.1%}".replace("-", "−").replace("%", " %") for each in (value, low, high)]
+    return f"{percent[0]} ({percent[1]} … {percent[2]}): {verdict}"
+
+
+def pooled(study: Study) -> Table:
+    """What the data sets say together."""
+    rows = [
+        Row(
+            {
+                "model": MODELS.get(model, model),
+                "group": name,
+                "metric": metric,
+                "data sets": len(over),
+                "change": Estimate(change.difference, change.low, change.high),
+                "in words": change.verdict,
+            },
+            tuple(record for one in over for record in one.records),
+        )
+        for (model, stratum), (over, changes) in study.together.items()
+        for name, group in _GROUPS.items()
+        if group == stratum
+        for metric, change in changes.items()
+    ]
+    columns: dict[str, Style] = {"model": "text", "group": "text", "metric": "text", "data sets": "count"}
+    notes = (
+        "Mean of the data sets' relative changes, each data set counting the same; users and seeds of each are"
+        " resampled by themselves. Over the data sets that may carry a claim: it says nothing of another one.",
+    )
+    return Table(
+        "pooled", "The data sets together", columns | {"change": "change", "in words": "text"}, tuple(rows), notes
+    )
 
 
 # Filtering on against off
@@ -729,4 +760,4 @@ def _relative(difference: Difference) -> Estimate | None:
     """The difference as a share of the second mean, which is taken as fixed; None where that is 0."""
     if not difference.second:
         return None
-    return Estimate(*(bound / difference.second for bound in _bounds(_absolute(difference))))
+    return Estimate(*(each / difference.second for each in (difference.difference, difference.low, difference.high)))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from training.study.compare import METRICS, Difference, paired_differences
+from training.study.compare import METRICS, Change, Difference, mean_relative_change, paired_differences
 
 
 def two_models(num_seeds: int, num_users: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -83,11 +83,11 @@ def test_models_that_agree_on_everybody_differ_by_nothing_for_certain():
     ],
 )
 def test_the_verdict_is_what_the_interval_says_of_zero(low: float, high: float, verdict: str):
-    assert Difference(0.1, 0.1, 0.0, low, high, 10, 3).verdict == verdict
+    assert Change(0.0, low, high).verdict == verdict
 
 
 def test_there_is_no_relative_difference_to_nothing():
-    assert Difference(0.1, 0.0, 0.1, 0.0, 0.2, 10, 1).relative is None
+    assert Difference(0.1, 0.0, 0.2, first=0.1, second=0.0, users=10, seeds=1).relative is None
 
 
 def test_metrics_of_ranks_by_hand():
@@ -95,3 +95,31 @@ def test_metrics_of_ranks_by_hand():
 
     assert METRICS["HR@10"](ranks).tolist() == [1, 1, 1, 0, 0]
     assert METRICS["NDCG@10"](ranks) == pytest.approx([1, 0.5, 1 / np.log2(11), 0, 0])
+
+
+def test_together_each_data_set_counts_the_same_and_is_resampled_by_itself():
+    pairs = [two_models(3, 200, seed=1), two_models(2, 800, seed=2)]
+    pairs[0][0][0] += 0.05  # a seed that differs from the others
+    expected = np.mean([(first - second).mean() / second.mean() for first, second in pairs])
+    generator = np.random.default_rng(7)
+    draws = []
+    for _ in range(8000):
+        changes = []
+        for first, second in pairs:
+            num_seeds, num_users = first.shape
+            users, seeds = generator.integers(num_users, size=num_users), generator.integers(num_seeds, size=num_seeds)
+            changes.append((first - second)[seeds][:, users].mean() / second.mean())
+        draws.append(np.mean(changes))
+    low, high = np.quantile(draws, [0.025, 0.975])
+
+    found = mean_relative_change([({"hit": first}, {"hit": second}) for first, second in pairs])["hit"]
+
+    assert found.difference == pytest.approx(expected)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.05 * (high - low))
+
+
+def test_together_a_change_relative_to_nothing_is_refused():
+    first, second = two_models(2, 50)
+
+    with pytest.raises(ZeroDivisionError, match="relative to 0"):
+        mean_relative_change([({"hit": first}, {"hit": second}), ({"hit": first}, {"hit": 0 * second})])

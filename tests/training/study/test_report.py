@@ -53,6 +53,7 @@ def test_the_first_screen_answers_for_which_data_users_and_items_and_how_certain
 
     assert first.startswith("# Does filtering help?")
     assert "over the 2 comparisons, backbone × data set, that may carry a claim" in first
+    assert "- **The data sets together**, all test users: SASRec, 2 data sets, NDCG@10 " in first
     for line in ("- **All test users**: HR@10 ", "- **Rare target items**: HR@10 ", "- **Cold users**: HR@10 "):
         assert line in first
     rows = [line for line in first.splitlines() if line.startswith("| beauty | SASRec | NDCG@10 | 3 |")]
@@ -160,7 +161,7 @@ def test_check_finds_what_is_missing(copy: tuple[Path, Path], kind: str):
         expected = "table environments, row 1: holds nothing; the records give"
     else:
         del document["tables"][-1]
-        expected = "runs; the records give answer, main"
+        expected = "runs; the records give answer, pooled, main"
     if kind != "a record":
         path.write_text(json.dumps(document))
 

@@ -135,6 +135,28 @@ def test_gain_against_sparsity_is_ordered_and_says_what_so_few_data_sets_can_tel
     assert "p = 0.33" in table.notes[1]  # two of 3! orders are perfect
 
 
+def test_the_data_sets_that_carry_a_claim_are_told_together():
+    sets = {name: dataset(name, users, seed=users) for name, users in (("beauty", 2000), ("toys", 2500), ("tiny", 300))}
+    runs = []
+    for name, extra in (("beauty", 60), ("toys", 20), ("tiny", 100)):
+        for seed in (1, 2, 3):
+            runs.append(run(sets[name], False, seed, **hits(list(range(100)))))
+            runs.append(run(sets[name], True, seed, **hits(list(range(100 + extra)))))
+
+    row = cells(tables.pooled(study_of(sets, runs)), group="all users", metric="HR@10")
+
+    assert (row["model"], row["data sets"], row["in words"]) == ("SASRec", 2, "better")
+    assert row["change"].value == pytest.approx((0.6 + 0.2) / 2)  # whatever their sizes, and without the small one
+    assert 0 < row["change"].low < 0.4 < row["change"].high < 0.6
+
+
+def test_one_data_set_that_carries_a_claim_is_not_told_together():
+    data = dataset("beauty", 2000)
+    runs = [run(data, filtering, seed) for filtering in (False, True) for seed in (1, 2, 3)]
+
+    assert tables.pooled(study_of({"beauty": data}, runs)).rows == ()
+
+
 def test_targets_say_by_how_much_they_are_missed_and_how_many_seeds_are_lacking():
     runs = [run(DATA, False, seed, **hits(list(range(35)))) for seed in (1, 2)]
 
@@ -181,7 +203,7 @@ def test_noise_stands_beside_the_same_seeds_without_noise_by_rising_share():
 
 
 def test_every_row_of_runs_comes_from_the_record_that_it_names():
-    sets, runs = whole_study()
+    sets, runs = whole_study(2000)
 
     made = {table.key: table for table in tables.all_tables(study_of({data.name: data for data in sets}, runs))}
 
