@@ -19,7 +19,8 @@ from tests.training.retrain.test_sources import all_outbox_keys
 from tests.training.test_pipeline import Recorder
 from training.config import load_config
 from training.retrain.config import JobConfig
-from training.retrain.job import Run, retrain
+from training.retrain.job import retrain
+from training.retrain.run import Run
 from training.retrain.sources import GROUP, Outbox
 from training.retrain.store import NUM_BUCKETS, Store
 

@@ -424,6 +424,7 @@ def retrain(
     with _errors_as_messages():
         from training.retrain import job, report, tracking
         from training.retrain.config import JobConfig
+        from training.retrain.run import EXIT_STATUS
         from training.retrain.sources import Outbox
 
         named = [f"data.path={_as_yaml(data)}"] if data else []
@@ -442,7 +443,7 @@ def retrain(
             except job.JobLocked as error:
                 _complain([str(error)])
                 raise typer.Exit(5) from None
-        path = report.keep(run, work)
+    path = report.path_of(run, work)
     shown = {**report.to_json(run), "report": str(path)}
     if mlflow is not None:
         try:
@@ -451,7 +452,7 @@ def retrain(
             # The night is over, and what came of it stands. The text may hold the server's password.
             _complain([f"MLflow did not take the run ({type(error).__name__}); its report lies at {path}"])
     _print(shown if as_json else f"{run.outcome}: {run.reason or run.bundle}\n{path}", as_json)
-    raise typer.Exit(job.EXIT_STATUS[run.outcome])
+    raise typer.Exit(EXIT_STATUS[run.outcome])
 
 
 @app.command()

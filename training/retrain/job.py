@@ -5,7 +5,8 @@
 
 The job may be killed at any moment. What it has taken in is in the log for good and only then taken from its source;
 the registry changes by one rename at the end; and a run over the same log goes on from its checkpoints. So the next run
-finishes what a killed one began, and until then the current model stays.
+finishes what a killed one began, and until then the current model stays. A run that is killed after it has published
+has announced its report before; the next run keeps it.
 """
 
 import fcntl
@@ -15,10 +16,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import onnxruntime
@@ -36,50 +35,23 @@ from training.files import write_whole
 from training.pipeline import commit, cpu_model, test_figures, versions, write
 from training.progress import Reporter
 from training.retrain import gate
+from training.retrain import report as reports
 from training.retrain.config import JobConfig
-from training.retrain.gate import Answered, Question
+from training.retrain.gate import Answered
 from training.retrain.learn import Candidate, answers, learn_everything, train_candidate
+from training.retrain.run import Run
 from training.retrain.slices import Cut, grown_catalog, slice_begin
 from training.retrain.sources import Outbox, new_files
-from training.retrain.store import NUM_BUCKETS, Ingest, Store
-from training.retrain.window import Check, Window, check, look
+from training.retrain.store import NUM_BUCKETS, Store
+from training.retrain.window import Window, check, look
 from training.study import strata
 
-Outcome = Literal["published", "would publish", "refused", "undecided", "nothing new"]
-EXIT_STATUS: dict[Outcome, int] = {
-    "published": 0,
-    "would publish": 0,
-    "refused": 3,
-    "undecided": 3,
-    "nothing new": 4,
-}
 RECEIVED_ENTRIES = 1_000_000
 """Of the outbox, taken into the log at a time."""
 
 
 class JobLocked(Exception):
     """Another run is under way."""
-
-
-@dataclass
-class Run:
-    """What a run found and did, filled in as it goes; its record."""
-
-    begun: str
-    outcome: Outcome = "nothing new"
-    reason: str = ""
-    ingests: list[Ingest] = field(default_factory=list)
-    repeated_files: list[str] = field(default_factory=list)
-    unusable_entries: int = 0
-    window: Window | None = None
-    checks: list[Check] = field(default_factory=list)
-    questions: list[Question] = field(default_factory=list)
-    judged: dict[str, Any] = field(default_factory=dict)
-    """Of the slice: when it begins, targets, users; figures of both models."""
-    training: dict[str, Any] = field(default_factory=dict)
-    current: str | None = None
-    bundle: str | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @contextmanager
@@ -146,8 +118,10 @@ def retrain(
             no event is lost.
     """
     with locked(work):
+        reports.keep_announced(work, registry)
         run = Run(begun=datetime.now(UTC).isoformat(timespec="seconds"))
         _carry_out(run, config, work, registry, outbox, report, command, dry_run, time.time() if now is None else now)
+        reports.keep(run, work)
         return run
 
 
@@ -227,8 +201,9 @@ def _carry_out(
             shutil.rmtree(bundle)
             run.outcome, run.reason = "refused", f"{run.questions[-1].name} {run.questions[-1].found.value:.2f}"
             return
-    registries.publish(registry, bundle.name)
     run.outcome, run.bundle = "published", bundle.name
+    reports.announce(run, work)
+    registries.publish(registry, bundle.name)
     registries.prune(registry, config.retrain.keep)
     shutil.rmtree(folder, ignore_errors=True)
 

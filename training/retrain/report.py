@@ -1,13 +1,23 @@
-"""What a run of the job leaves for people and programs: a Markdown page and the same as JSON."""
+"""What a run of the job leaves for people and programs: a Markdown page and the same as JSON.
+
+A run that publishes is told of twice: before, in a folder for what is announced, and when it has ended, among the
+reports. Killed in between it leaves the first, which the next run keeps if it came true.
+"""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from model import registry as registries
 from training.files import write_whole
-from training.retrain.job import EXIT_STATUS, Run
+from training.retrain.run import EXIT_STATUS, Run
 from training.study.layout import Row, Table
+
+REPORTS = "reports"
+ANNOUNCED = "announced"
+"""Of a run that is about to publish, and names the bundle."""
 
 
 def to_json(run: Run) -> dict[str, Any]:
@@ -31,12 +41,43 @@ def to_markdown(run: Run) -> str:
     return "\n\n".join([head, *parts]) + "\n"
 
 
-def keep(run: Run, work: Path) -> Path:
-    """Write report and record into the job's folder; returns the report's path."""
-    stem = work / "reports" / run.begun.replace(":", "-").replace("+00-00", "Z")
-    write_whole(stem.with_suffix(".json"), (json.dumps(to_json(run), indent=2) + "\n").encode())
-    write_whole(stem.with_suffix(".md"), to_markdown(run).encode())
-    return stem.with_suffix(".md")
+def path_of(run: Run, work: Path) -> Path:
+    """Where the report of a run that has ended lies, in the job's folder; the JSON lies beside it."""
+    return work / REPORTS / f"{_stem(run)}.md"
+
+
+def announce(run: Run, work: Path) -> None:
+    """Tell of a run that is about to publish, as if it had."""
+    _write(run, work / ANNOUNCED)
+
+
+def keep(run: Run, work: Path) -> None:
+    """Write report and record of a run that has ended into the job's folder."""
+    _write(run, work / REPORTS)
+    shutil.rmtree(work / ANNOUNCED, ignore_errors=True)
+
+
+def keep_announced(work: Path, registry: Path) -> None:
+    """Keep what a killed run announced, if it did publish, and remove what it had begun to write."""
+    index = registries.read_index(registry)
+    published = () if index is None else index.history
+    for record in sorted((work / ANNOUNCED).glob("*.json")):
+        if json.loads(record.read_bytes())["bundle"] in published:
+            for path in (record.with_suffix(".md"), record):
+                write_whole(work / REPORTS / path.name, path.read_bytes())
+    for unfinished in (work / REPORTS).glob(".*"):
+        unfinished.unlink()
+    shutil.rmtree(work / ANNOUNCED, ignore_errors=True)
+
+
+def _stem(run: Run) -> str:
+    return run.begun.replace(":", "-").replace("+00-00", "Z")
+
+
+def _write(run: Run, folder: Path) -> None:
+    # The record last: where it lies, the page does too.
+    write_whole(folder / f"{_stem(run)}.md", to_markdown(run).encode())
+    write_whole(folder / f"{_stem(run)}.json", (json.dumps(to_json(run), indent=2) + "\n").encode())
 
 
 def _success(run: Run) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from training.config import PATHS, ConfigError, leaves
 from training.retrain.config import JobConfig
-from training.retrain.job import Run
+from training.retrain.run import Run
 
 QUIET = {
     # MLflow would tell its makers about its use.

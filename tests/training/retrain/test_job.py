@@ -14,10 +14,10 @@ from model.bundle import open_bundle
 from tests.training.test_pipeline import Recorder
 from training.cli import app
 from training.config import load_config
-from training.retrain import job
 from training.retrain.config import JobConfig
 from training.retrain.job import JobLocked, retrain
 from training.retrain.report import to_json, to_markdown
+from training.retrain.run import EXIT_STATUS, Run
 from training.retrain.store import Store
 
 NUM_ITEMS = 30
@@ -55,13 +55,13 @@ def config(source: Path, *overrides: str) -> JobConfig:
     return load_config(None, [f"data.path={source}", *SMALL, *overrides], JobConfig)
 
 
-def run(folder: Path, *overrides: str, **rest: Any) -> job.Run:
+def run(folder: Path, *overrides: str, **rest: Any) -> Run:
     settings = config(folder / "in", *overrides)
     return retrain(settings, folder / "work", folder / "registry", None, Recorder(), ["bft-train"], now=NOW, **rest)
 
 
 @pytest.fixture(scope="module")
-def two_nights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, job.Run, job.Run]:
+def two_nights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, Run]:
     folder = tmp_path_factory.mktemp("nights")
     walks(folder / "in", "monday.csv", 0, 400, NUM_ITEMS, seed=1)
     first = run(folder)
@@ -69,7 +69,7 @@ def two_nights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, job.Run,
     return folder, first, run(folder)
 
 
-def test_the_first_night_publishes_a_model_that_beats_popularity(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+def test_the_first_night_publishes_a_model_that_beats_popularity(two_nights: tuple[Path, Run, Run]) -> None:
     _, first, _ = two_nights
 
     assert (first.outcome, first.current) == ("published", None)
@@ -93,7 +93,7 @@ def test_retired_items_and_metadata_go_into_the_bundle(tmp_path: Path) -> None:
     assert str(tmp_path) not in (bundle.folder / "manifest.json").read_text()
 
 
-def test_the_next_night_publishes_a_model_that_learned_everything(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+def test_the_next_night_publishes_a_model_that_learned_everything(two_nights: tuple[Path, Run, Run]) -> None:
     folder, first, second = two_nights
 
     assert (second.outcome, second.current) == ("published", first.bundle), second.reason
@@ -109,23 +109,23 @@ def test_the_next_night_publishes_a_model_that_learned_everything(two_nights: tu
     assert {"NDCG@10", "NDCG@10 of the current model", "stated over realised hits"} <= names
 
 
-def test_a_night_without_events_publishes_nothing(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+def test_a_night_without_events_publishes_nothing(two_nights: tuple[Path, Run, Run]) -> None:
     folder, _, second = two_nights
 
     third = run(folder)
 
-    assert (third.outcome, job.EXIT_STATUS[third.outcome]) == ("nothing new", 4)
+    assert (third.outcome, EXIT_STATUS[third.outcome]) == ("nothing new", 4)
     assert sorted(third.repeated_files) == ["monday.csv", "tuesday.csv"]
     assert registries.read_index(folder / "registry").current == second.bundle  # type: ignore[union-attr]
 
 
-def test_shuffled_events_are_refused_and_named(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+def test_shuffled_events_are_refused_and_named(two_nights: tuple[Path, Run, Run]) -> None:
     folder, _, second = two_nights
     walks(folder / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3, shuffled=True)
 
     refused = run(folder)
 
-    assert (refused.outcome, job.EXIT_STATUS[refused.outcome]) == ("refused", 3)
+    assert (refused.outcome, EXIT_STATUS[refused.outcome]) == ("refused", 3)
     assert "NDCG@10 of the current model" in refused.reason
     assert registries.read_index(folder / "registry").current == second.bundle  # type: ignore[union-attr]
 
@@ -170,7 +170,7 @@ def test_the_command_wants_a_source(tmp_path: Path) -> None:
     assert "no source of events: give --data FOLDER" in result.stderr
 
 
-def test_a_report_tells_what_was_found_judged_and_done(two_nights: tuple[Path, job.Run, job.Run]) -> None:
+def test_a_report_tells_what_was_found_judged_and_done(two_nights: tuple[Path, Run, Run]) -> None:
     _, first, second = two_nights
 
     page = to_markdown(second)

@@ -1,5 +1,6 @@
 """The job killed with -9 before each step that changes something on the disk, in turn: the next run finishes it."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -106,6 +107,14 @@ def test_a_job_that_is_killed_anywhere_is_finished_by_the_next(valkey_url: str, 
     assert sorted(map(list, stored)) == sorted(written)
     bundle = open_bundle(folder / "registry" / registries.read_index(folder / "registry").current)
     assert bundle.manifest.version != first
+    reports = folder / "work" / "reports"
+    records = [json.loads(path.read_text()) for path in reports.glob("*.json")]
+    # Each publication is told of, once, that of a run that was killed right after it too.
+    told_of = [record["bundle"] for record in records if record["outcome"] == "published"]
+    assert sorted(told_of) == sorted(registries.read_index(folder / "registry").history)
+    assert sorted(path.name for path in reports.iterdir()) == sorted(
+        f"{path.stem}{end}" for path in reports.glob("*.json") for end in (".json", ".md")
+    )
     uses = Counter(item_id for _, item_id in written)
     assert dict(zip(bundle.items.ids, bundle.items.training_counts.tolist(), strict=True)) == uses
     with redis.Redis.from_url(valkey_url) as client:

@@ -14,8 +14,8 @@ from model.bundle import open_bundle
 from tests.training.retrain.test_job import NUM_ITEMS, config, run, walks
 from training.cli import app
 from training.retrain import tracking
-from training.retrain.job import Run
-from training.retrain.report import keep
+from training.retrain.report import path_of
+from training.retrain.run import Run
 
 # MLflow's store does what SQLAlchemy calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")
@@ -46,7 +46,7 @@ def test_a_published_run_is_a_run_and_a_version_of_the_model(
     folder, night = published
     assert night.outcome == "published", night.reason
 
-    run_id = tracking.track(uri, night, config(folder / "in"), keep(night, folder / "work"), folder / "registry")
+    run_id = tracking.track(uri, night, config(folder / "in"), path_of(night, folder / "work"), folder / "registry")
 
     client, found = MlflowClient(tracking_uri=uri), kept(uri, run_id)
     assert found.info.status == "FINISHED"
@@ -67,7 +67,7 @@ def test_a_published_run_is_a_run_and_a_version_of_the_model(
 def test_the_next_version_is_the_current_one_and_a_refused_run_is_none(published: tuple[Path, Run], uri: str) -> None:
     folder, night = published
     refused = replace(night, outcome="refused", reason="for the test", bundle=None)
-    path, client = keep(night, folder / "work"), MlflowClient(tracking_uri=uri)
+    path, client = path_of(night, folder / "work"), MlflowClient(tracking_uri=uri)
 
     ids = [
         tracking.track(uri, each, config(folder / "in"), path, folder / "registry") for each in (night, night, refused)

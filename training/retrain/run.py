@@ -1,0 +1,38 @@
+"""What a run of the job found and did, filled in as it goes."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from training.retrain.gate import Question
+from training.retrain.store import Ingest
+from training.retrain.window import Check, Window
+
+Outcome = Literal["published", "would publish", "refused", "undecided", "nothing new"]
+EXIT_STATUS: dict[Outcome, int] = {
+    "published": 0,
+    "would publish": 0,
+    "refused": 3,
+    "undecided": 3,
+    "nothing new": 4,
+}
+
+
+@dataclass
+class Run:
+    """The record of a run."""
+
+    begun: str
+    outcome: Outcome = "nothing new"
+    reason: str = ""
+    ingests: list[Ingest] = field(default_factory=list)
+    repeated_files: list[str] = field(default_factory=list)
+    unusable_entries: int = 0
+    window: Window | None = None
+    checks: list[Check] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
+    judged: dict[str, Any] = field(default_factory=dict)
+    """Of the slice: when it begins, targets, users; figures of both models."""
+    training: dict[str, Any] = field(default_factory=dict)
+    current: str | None = None
+    bundle: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
