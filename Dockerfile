@@ -45,7 +45,7 @@ COPY service ./service
 COPY training ./training
 RUN --mount=type=secret,id=PIP_EXTRA_INDEX_URL,env=PIP_EXTRA_INDEX_URL \
     python3 -m venv "$VIRTUAL_ENV" \
-    && "$VIRTUAL_ENV/bin/pip" install --no-cache-dir --constraint constraints.txt ".[train]"
+    && "$VIRTUAL_ENV/bin/pip" install --no-cache-dir --constraint constraints.txt ".[train,mlflow]"
 
 # ---- supercronic, a cron for containers ---------------------------------------------------------------------
 
