@@ -4,7 +4,7 @@ Two steps: the temperature T by the likelihood of the true next item, then a log
 precision and frequency to "this item is the next event", over each validation user's first 100 items.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from scipy.optimize import minimize
@@ -51,6 +51,7 @@ def fit_confidence(
     temperature: float,
     variance_scale: float,
     event: Event,
+    among: Sequence[str] = FEATURES,
 ) -> Calibration:
     """The logistic confidence map, by penalised maximum likelihood; the probability's weight is kept ≥ 0.
 
@@ -59,11 +60,12 @@ def fit_confidence(
         training_counts: (N,).
         temperature, variance_scale: T and c, to be stored beside the map.
         event: what a confidence is the probability of.
+        among: the features that the map may have.
     """
     all_features = predictions.features(training_counts, FIT_LIST_LENGTH)
     hit = predictions.hit[:, :FIT_LIST_LENGTH]
     usable = np.isfinite(predictions.list_log_probability[:, :FIT_LIST_LENGTH])
-    columns = {name: np.broadcast_to(all_features[name], hit.shape)[usable].astype(np.float64) for name in FEATURES}
+    columns = {name: np.broadcast_to(all_features[name], hit.shape)[usable].astype(np.float64) for name in among}
     # A feature that never varies says nothing: a plain model's precision is infinite for everyone.
     names = tuple(name for name, column in columns.items() if np.isfinite(column).all() and column.std() > 1e-9)
     design = np.stack([columns[name] for name in names], 1)

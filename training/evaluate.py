@@ -124,7 +124,7 @@ def score_users_by(
     windows = serving_windows(histories, max_len)
     for users in world.share(windows.num_inputs.argsort(stable=True).split(CHUNK_USERS)):
         logit, variance, mean_precision = score(collate(windows, users))
-        _rule_out_seen(logit, ruled_out, users, event)
+        rule_out_seen(logit, ruled_out, users, event)
         yield ScoredUsers(users.numpy(), logit, variance, mean_precision)
 
 
@@ -173,7 +173,7 @@ def score_users_by_bundle(bundle: Bundle, histories: Histories) -> Iterator[Scor
     return score_users_by(score, histories, bundle.calibration.event, bundle.manifest.model.max_len)
 
 
-def _rule_out_seen(logit: torch.Tensor, histories: Histories, users: torch.Tensor, event: Event) -> None:
+def rule_out_seen(logit: torch.Tensor, histories: Histories, users: torch.Tensor, event: Event) -> None:
     """Set to −inf, in place, what the event cannot be."""
     if event == "next_new_item":
         for row, user in enumerate(users.tolist()):
@@ -199,7 +199,12 @@ def ranks(scored_users: Iterable[ScoredUsers], targets: Targets, world: World = 
 
 
 def predict(
-    scored_users: Iterable[ScoredUsers], targets: Targets, temperature: float, k: int, world: World = ALONE
+    scored_users: Iterable[ScoredUsers],
+    targets: Targets,
+    temperature: float,
+    k: int,
+    world: World = ALONE,
+    beside: np.ndarray | None = None,
 ) -> Predictions:
     """Everything evaluation and calibration need, with lists of k items.
 
@@ -209,11 +214,16 @@ def predict(
         temperature: T of the raw probabilities softmax(logit/T).
         k: list length, cut to the catalogue's size.
         world: the processes that scored a share of the users each.
+        beside: (U,K) numbers of items to tell of too, somebody else's lists; they stand behind the k best.
     """
-    mine = [
-        (scored.users, _predict_chunk(scored, targets, temperature, min(k, scored.logit.shape[1])))
-        for scored in scored_users
-    ]
+
+    def of_chunk(scored: ScoredUsers) -> dict[str, np.ndarray]:
+        listed = scored.key.topk(min(k, scored.logit.shape[1])).indices
+        if beside is not None:
+            listed = torch.cat([listed, torch.from_numpy(beside[scored.users] - FIRST_ITEM)], 1)
+        return _predict_chunk(scored, targets, temperature, listed)
+
+    mine = [(scored.users, of_chunk(scored)) for scored in scored_users]
     parts = world.gathered(mine)
     users = np.concatenate([chunk for chunk, _ in parts])
     order = np.argsort(users)
@@ -288,12 +298,13 @@ def stated(confidence_UK: np.ndarray) -> np.ndarray:
     return np.minimum(confidence_UK.sum(1), 1.0)
 
 
-def _predict_chunk(scored: ScoredUsers, targets: Targets, temperature: float, k: int) -> dict[str, np.ndarray]:
+def _predict_chunk(
+    scored: ScoredUsers, targets: Targets, temperature: float, listed: torch.Tensor
+) -> dict[str, np.ndarray]:
     target_rows = targets.target[scored.users] - FIRST_ITEM
     log_probability = (scored.logit / temperature).log_softmax(-1)
     probability = log_probability.exp()
     entropy = -torch.where(probability > 0, probability * log_probability, 0).sum(-1)
-    listed = scored.key.topk(k).indices
     return {
         "rank": metrics.target_ranks(scored.key.numpy(), target_rows),
         "log_probability": np.take_along_axis(log_probability.numpy(), target_rows[:, None], 1)[:, 0],

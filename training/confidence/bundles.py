@@ -22,9 +22,10 @@ from training.confidence.sanity import (
 )
 from training.evaluate import ScoredUsers, Scorer, score_users, score_users_by
 from training.events import DataConfig
-from training.pipeline import commit, cpu_model, prepare_for, versions
+from training.pipeline import Prepared, commit, cpu_model, prepare_for, versions
 from training.progress import Reporter
 from training.splits import Histories
+from training.tables import DataError
 
 
 def judge_bundle(
@@ -50,13 +51,19 @@ def judge_bundle(
         report: receives the progress.
 
     Raises:
-        BundleError: a bundle is of another catalogue than the first, one of them was refitted and another not, or what
-            a refitted one was calibrated by is missing.
-        DataError: the log cannot be read, or is none that the bundle was trained on.
+        BundleError: a bundle learned from another log or split than the first, is not what it is to stand for, was
+            refitted where another was not, or what a refitted one was calibrated by is missing.
+        DataError: the log cannot be read, or is not the one that the bundle was trained on.
     """
     begun = time.monotonic()
     others = [*ensemble, *(one for one in (plain, other_seed) if one is not None)]
-    require_one_catalogue(bundle, others)
+    require_one_log(bundle, others)
+    if plain is not None and plain.manifest.model.filtering:
+        raise BundleError(f"{plain.folder}: filters; --plain is a model that was trained with model.filtering=off")
+    if len({one.manifest.version for one in ensemble}) < len(ensemble):
+        raise BundleError("a bundle stands twice in the ensemble; each --ensemble needs a seed of its own")
+    if other_seed is not None and other_seed.manifest.version == bundle.manifest.version:
+        raise BundleError(f"{other_seed.folder}: is the bundle that is judged; --other-seed is trained with another")
     for other in others:
         if _refitted(other) != _refitted(bundle):
             raise BundleError(
@@ -65,10 +72,11 @@ def judge_bundle(
             )
     report.stage(f"reading {data.path}")
     prepared = prepare_for(bundle, data)
+    require_log(bundle, data, prepared)
     learned = prepared.with_validation_learned() if _refitted(bundle) else prepared
-    event, max_len = prepared.event, bundle.manifest.model.max_len
+    event = prepared.event
 
-    def by(scorer: Scorer, histories: Histories) -> Iterator[ScoredUsers]:
+    def by(scorer: Scorer, max_len: int, histories: Histories) -> Iterator[ScoredUsers]:
         return score_users_by(scorer, histories, event, max_len)
 
     def system(bundles: Sequence[Bundle], scorer: Callable[[list[Backbone]], Scoring]) -> System:
@@ -83,10 +91,14 @@ def judge_bundle(
     if plain is not None:
         systems[PLAIN] = system([plain], alone)
     if dropout_passes:
-        dropped = system([plain or bundle], lambda models: partial(by, mc_dropout(models[0], dropout_passes)))
+        dropped = system(
+            [plain or bundle],
+            lambda models: partial(by, mc_dropout(models[0], dropout_passes), models[0].config.max_len),
+        )
         systems[f"MC dropout, {dropout_passes} passes"] = dropped
     if ensemble:
-        several = system(ensemble, lambda models: partial(by, ensemble_of(models)))
+        longest = max(one.manifest.model.max_len for one in ensemble)
+        several = system(ensemble, lambda models: partial(by, ensemble_of(models), longest))
         systems[f"ensemble of {len(ensemble)}"] = several
     report.stage(f"scoring {len(prepared.split.test):,} test users by the model and {len(systems)} other systems")
     parts = judge(system([bundle], alone), bundle.calibration, prepared, learned, systems)
@@ -112,7 +124,7 @@ def judge_bundle(
         seconds=round(time.monotonic() - begun, 1),
         altered=altered_histories(judged, test),
         by_catalogue_item=catalogue_confidence(judged, test),
-        reliability=reliability_by_events(judged.model, test) if bundle.manifest.model.filtering else (),
+        reliability=reliability_by_events(judged.model, test, event) if bundle.manifest.model.filtering else (),
         seed_agreement=None if other_seed is None else seed_agreement(judged, asked(other_seed), test),
         **parts,
     )
@@ -149,6 +161,43 @@ def require_one_catalogue(bundle: Bundle, others: Sequence[Bundle]) -> None:
     for other in others:
         if _catalogue(other) != _catalogue(bundle):
             raise BundleError(f"{other.folder}: knows other items than {bundle.folder}; train both on one log")
+
+
+def require_one_log(bundle: Bundle, others: Sequence[Bundle]) -> None:
+    """That bundles learned the same part of the same log, about the same event.
+
+    Raises:
+        BundleError: one of the others did not.
+    """
+    require_one_catalogue(bundle, others)
+    for other in others:
+        if (other.manifest.data["sha256"], other.manifest.data["split"]) != (
+            bundle.manifest.data["sha256"],
+            bundle.manifest.data["split"],
+        ):
+            raise BundleError(
+                f"{other.folder}: learned from another log, or another split of it, than {bundle.folder}, so that it"
+                " may have seen what the other is judged on; train both alike"
+            )
+        if other.manifest.event != bundle.manifest.event:
+            raise BundleError(
+                f"{other.folder}: its confidences are of {other.manifest.event}, those of {bundle.folder} of"
+                f" {bundle.manifest.event}; train both with the same `event`"
+            )
+
+
+def require_log(bundle: Bundle, data: DataConfig, prepared: Prepared) -> None:
+    """That a log is the one that a bundle was trained on.
+
+    Raises:
+        DataError: it is another one, of which the bundle may have learned the test events.
+    """
+    if prepared.log.sha256 != bundle.manifest.data["sha256"]:
+        raise DataError(
+            f"{data.path}: not the log that {bundle.folder} was trained on (sha256 {prepared.log.sha256[:12]}…, there"
+            f" {bundle.manifest.data['sha256'][:12]}…), so that the model may have learned what it would be judged on;"
+            " give the log of the training, or train again"
+        )
 
 
 def _catalogue(bundle: Bundle) -> tuple[str, int]:

@@ -4,35 +4,42 @@ U test users · K = 10 list length · N catalogue items
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
-from model.bundle import Calibration
+from model.bundle import FEATURES, Calibration
 from model.config import FIRST_ITEM
 from training import calibration as calibrating
 from training import evaluate, metrics
 from training.confidence import measures
-from training.confidence.measures import COVERAGES, Ranked, log_loss, mean_estimate, resampled
-from training.confidence.records import Comparison, Interval, ItemConfidence, Likelihood, ListConfidence
+from training.confidence.measures import COVERAGES, Ranked, log_loss, mean_estimate, resampled, turned_round
+from training.confidence.records import Comparison, Interval, ItemConfidence, Likelihood, ListConfidence, PrecisionAdds
 from training.confidence.signals import FREE, OF_PRECISION, Combination, signals
 from training.evaluate import LIST_LENGTH, Predictions, ScoredUsers, stated
 from training.pipeline import Prepared
 from training.splits import Histories
 from training.study import strata
+from training.study.layout import Estimate
 from training.study.runs import training_events
 
 NUM_BINS = 10
 CURVE_COVERAGES = np.linspace(0.05, 1.0, 20)
 LEAST_USERS = 100
 """A stratum of fewer says nothing."""
+LEAST_HITS = 20
+"""A Brier skill of fewer is that of one or two."""
+SERVED = "served list confidence"
+"""What all else is compared with."""
+UNAWARE = "served, without precision"
 FULL = "free and precision, fitted"
-"""The combination that all else is compared with."""
 FREE_FITTED = "free, fitted"
 PLAIN = "plain"
 """The system without filtering."""
+PLAIN_FITTED = "plain, fitted"
+UNAWARE_FEATURES = tuple(name for name in FEATURES if name not in ("log_variance", "log_mean_precision"))
 
 Scoring = Callable[[Histories], Iterator[ScoredUsers]]
 
@@ -57,18 +64,36 @@ class Said:
     """Of scoring the test users."""
 
     @classmethod
-    def by(cls, system: System, prepared: Prepared) -> "Said":
-        """By a system; the temperature is fitted on validation.
+    def by_judged(cls, system: System, prepared: Prepared, temperature: float) -> "Said":
+        """By the model that is judged, at its bundle's temperature.
 
         Args:
             system: to ask.
             prepared: whose split to ask about.
+            temperature: of the bundle.
         """
         validation, test = prepared.split.validation, prepared.split.test
-        temperature = calibrating.fit_temperature(system.fitted(validation.history), validation)
         said = evaluate.predict(system.fitted(validation.history), validation, temperature, calibrating.FIT_LIST_LENGTH)
         begun = time.monotonic()
         told = evaluate.predict(system.served(test.history), test, temperature, LIST_LENGTH)
+        return cls(temperature, said, told, time.monotonic() - begun)
+
+    @classmethod
+    def by_other(cls, system: System, prepared: Prepared, judged: "Said") -> "Said":
+        """By another system, of its own lists and then of the judged one's; the temperature is fitted on validation.
+
+        Args:
+            system: to ask.
+            prepared: whose split to ask about.
+            judged: whose lists to ask about.
+        """
+        validation, test = prepared.split.validation, prepared.split.test
+        temperature = calibrating.fit_temperature(system.fitted(validation.history), validation)
+        lists = [said.items[:, :LIST_LENGTH] for said in (judged.validation, judged.test)]
+        asked = system.fitted(validation.history)
+        said = evaluate.predict(asked, validation, temperature, LIST_LENGTH, beside=lists[0])
+        begun = time.monotonic()
+        told = evaluate.predict(system.served(test.history), test, temperature, LIST_LENGTH, beside=lists[1])
         return cls(temperature, said, told, time.monotonic() - begun)
 
 
@@ -85,15 +110,15 @@ def judge(
         systems: name → another system, each of which ranks its own list; `plain` is drawn beside the judged one.
     """
     counts = learned.catalog.training_counts
-    own = Said.by(judged, prepared)
-    others = {name: Said.by(system, prepared) for name, system in systems.items()}
+    own = Said.by_judged(judged, prepared, calibration.temperature)
+    others = {name: Said.by_other(system, prepared, own) for name, system in systems.items()}
     confidence_UK = evaluate.confidences(own.test, calibration, counts)
     hit_UK = own.test.hit[:, :LIST_LENGTH]
-    compared = comparisons(own, calibration, others, prepared.catalog.training_counts, counts)
+    told = words(own, calibration, others, prepared.catalog.training_counts, counts)
     curves = {"served": (stated(confidence_UK), own.test.rank)}
     if PLAIN in others:
         plain = others[PLAIN]
-        curves[PLAIN] = (signals(plain.test, counts)["sum of ten"], plain.test.rank)
+        curves[PLAIN] = (signals(of_own_list(plain.test), counts)["sum of ten"], plain.test.rank)
     return {
         "event": prepared.event,
         "temperature": own.temperature,
@@ -102,8 +127,10 @@ def judge(
         "lists": list_confidence(stated(confidence_UK), own.test.rank),
         "risk_curve": risk_curve(curves),
         "reliability_curve": reliability_curve(confidence_UK, hit_UK),
-        "comparisons": compared,
-        **by_stratum(confidence_UK, own.test, training_events(learned.split), counts),
+        "comparisons": comparisons(told),
+        "best_free": best_free(told),
+        "precision_adds": precision_adds(told),
+        **by_stratum(confidence_UK, own.test, events_of_users(learned), counts),
     }
 
 
@@ -114,15 +141,25 @@ def likelihood(predictions: Predictions, prepared: Prepared) -> Likelihood:
     if prepared.event == "next_new_item":
         seen = {user: np.unique(evaluate.seen_rows(test.history, user)) for user in range(len(test))}
     popularity = -measures.popularity_log_probability(counts, test.target - FIRST_ITEM, seen)
+    uniform = np.log([len(counts) - len(seen.get(user, ())) for user in range(len(test))])
     model = -predictions.log_probability.astype(np.float64)
     possible = np.isfinite(model) & np.isfinite(popularity)
+    model, popularity, uniform = model[possible], popularity[possible], uniform[possible]
     return Likelihood(
-        users=int(possible.sum()),
-        model=Interval.of(mean_estimate(model[possible])),
-        popularity=Interval.of(mean_estimate(popularity[possible])),
-        uniform=float(np.log(len(counts))),
-        popularity_minus_model=Interval.of(mean_estimate(popularity[possible] - model[possible])),
+        users=len(model),
+        model=Interval.of(mean_estimate(model)),
+        popularity=Interval.of(mean_estimate(popularity)),
+        uniform=Interval.of(mean_estimate(uniform)),
+        popularity_minus_model=Interval.of(mean_estimate(popularity - model)),
+        uniform_minus_model=Interval.of(mean_estimate(uniform - model)),
     )
+
+
+def events_of_users(prepared: Prepared) -> np.ndarray:
+    """Events by which the test users are told apart, (U,): those in training, or all that a held-out user had."""
+    if prepared.split.name == "users":
+        return evaluate.num_events(prepared.split.test.history)
+    return training_events(prepared.split)
 
 
 def item_confidence(
@@ -154,11 +191,11 @@ def item_confidence(
         places=len(confidence),
         mean_confidence=float(confidence.mean()),
         hit_rate=float(hit.mean()),
-        ece=Interval.of(resampled(ece, num_users)),
+        ece=Interval.of(turned_round(resampled(ece, num_users))),
         ece_null=metrics.ece_null_interval(np.where(chosen, confidence_UK, 0.0), NUM_BINS)
         if chosen_UK is None
         else _null_of_places(confidence, bins),
-        brier_skill=Interval.of(resampled(skill, num_users)) if hit.any() else None,
+        brier_skill=Interval.of(resampled(skill, num_users)) if hit.sum() >= LEAST_HITS else None,
     )
 
 
@@ -187,6 +224,7 @@ def list_confidence(stated_U: np.ndarray, rank_U: np.ndarray) -> ListConfidence:
         decile_realised=groups.realised,
         chi_square=groups.chi_square,
         p_value=groups.p_value,
+        top_over_bottom=None if groups.top_over_bottom is None else Interval.of(groups.top_over_bottom),
         aurc=Interval.of(resampled(lambda counts: ranked.aurc(1 - hit, counts), len(hit))),
         **{
             name: {f"{coverage:.0%}": ranked.surest(values, coverage) for coverage in COVERAGES}
@@ -222,86 +260,169 @@ def by_stratum(
     }
 
 
-def comparisons(
+@dataclass(frozen=True)
+class Word:
+    """A confidence for the hit of each test user's list: what a `Comparison` is made of.
+
+    `stated` (U,) the probability of a hit, `rank` (U,) of the target in the list that it speaks of; `kind` and `cost`
+    as a `Comparison` has them.
+    """
+
+    kind: Literal["served", "signal", "combination", "asked", "system"]
+    stated: np.ndarray
+    rank: np.ndarray
+    cost: float | None = None
+
+    @property
+    def hit(self) -> np.ndarray:
+        """1 for a hit, else 0, (U,)."""
+        return (self.rank <= LIST_LENGTH).astype(np.float64)
+
+
+def words(
     served: Said,
     calibration: Calibration,
     others: Mapping[str, Said],
     fitted_counts: np.ndarray,
     training_counts: np.ndarray,
-) -> tuple[Comparison, ...]:
+) -> dict[str, Word]:
     """The served list confidence, each signal alone, combinations, and other systems, for the hit of a list.
 
-    Signals and combinations speak of the served model's list, so that what they know is all that differs. A system
-    speaks of its own list, by the best fitted combination of its own signals. All are fitted on validation users.
+    All speak of the served model's list, so that what they know is all that differs: the other systems too, by the best
+    fitted combination of what they say of that list; beside it each of them speaks of its own. The signals of the model
+    without filtering stand one by one: no precision went into them, while the served model's probabilities are shrunk
+    by it. All that is fitted is fitted on validation users.
 
     Args:
         served: of the model that is judged.
         calibration: of its bundle.
-        others: name → another system.
+        others: name → another system, told of its own lists and then of the served ones.
         fitted_counts: (N,) of what the models had learned that speak of the validation users.
         training_counts: (N,) of what those had that speak of the test users.
     """
-    fitted_on = served.validation.rank <= LIST_LENGTH
-    fitting, tested = signals(served.validation, fitted_counts), signals(served.test, training_counts)
-    names = list(tested)
-    free, precise = [name for name in names if name in FREE], [name for name in names if name in OF_PRECISION]
+    hit_U, rank_U = served.validation.rank <= LIST_LENGTH, served.test.rank
+    told: dict[str, Word] = {}
 
-    def combined(chosen: list[str]) -> np.ndarray:
-        return Combination.fit(fitting, chosen, fitted_on).stated(tested)
+    def add_signals(of: tuple[Predictions, Predictions], prefix: str, combined_as: str, full_as: str | None) -> None:
+        fitting, tested = signals(of[0], fitted_counts), signals(of[1], training_counts)
 
-    told: list[tuple[str, str, np.ndarray, np.ndarray, float | None]] = []
-    full = combined(names)
-    served_list = stated(evaluate.confidences(served.test, calibration, training_counts))
-    told.append(("served list confidence", "served", served_list, served.test.rank, 1.0))
-    told += [(name, "signal", combined([name]), served.test.rank, None) for name in names]
-    told.append((FREE_FITTED, "combination", combined(free), served.test.rank, None))
-    if precise:
-        told.append((FULL, "combination", full, served.test.rank, None))
+        def combined(kind: Any, names: list[str]) -> Word:
+            return Word(kind, Combination.fit(fitting, names, hit_U).stated(tested), rank_U)
+
+        for name in tested:
+            told[f"{prefix}{name}"] = combined("signal", [name])
+        told[combined_as] = combined("combination", [name for name in tested if name in FREE])
+        if full_as is not None and any(name in OF_PRECISION for name in tested):
+            told[full_as] = combined("combination", list(tested))
+
+    told[SERVED] = Word(
+        "served", stated(evaluate.confidences(served.test, calibration, training_counts)), rank_U, cost=1.0
+    )
+    if np.isfinite(served.test.mean_precision).all():
+        unaware = calibrating.fit_confidence(
+            served.validation,
+            fitted_counts,
+            served.temperature,
+            calibration.variance_scale,
+            calibration.event,
+            among=UNAWARE_FEATURES,
+        )
+        told[UNAWARE] = Word("served", stated(evaluate.confidences(served.test, unaware, training_counts)), rank_U)
+    add_signals((served.validation, served.test), "", FREE_FITTED, FULL)
     for name, other in others.items():
-        own = signals(other.validation, fitted_counts)
-        fitted = Combination.fit(own, list(own), other.validation.rank <= LIST_LENGTH)
-        own_stated = fitted.stated(signals(other.test, training_counts))
-        told.append((name, "system", own_stated, other.test.rank, other.seconds / served.seconds))
+        own, asked = ([part(said) for said in (other.validation, other.test)] for part in (of_own_list, of_served_list))
+        cost = other.seconds / served.seconds
+        if name == PLAIN:
+            add_signals((asked[0], asked[1]), f"{PLAIN}: ", PLAIN_FITTED, None)
+        else:
+            told[f"{name}, asked"] = Word("asked", _fitted(asked, hit_U, fitted_counts, training_counts), rank_U, cost)
+        own_hit_U = own[0].rank <= LIST_LENGTH
+        told[name] = Word("system", _fitted(own, own_hit_U, fitted_counts, training_counts), own[1].rank, cost)
+    return told
 
-    hit = (served.test.rank <= LIST_LENGTH).astype(np.float64)
-    best, best_loss = Ranked.by(full), log_loss(full, hit)
+
+def _fitted(
+    said: Sequence[Predictions], hit_U: np.ndarray, fitted_counts: np.ndarray, training_counts: np.ndarray
+) -> np.ndarray:
+    """The best combination of all signals of what is said of validation and of test users."""
+    fitting, tested = signals(said[0], fitted_counts), signals(said[1], training_counts)
+    return Combination.fit(fitting, list(tested), hit_U).stated(tested)
+
+
+def of_own_list(said: Predictions) -> Predictions:
+    """What another system says of its own list."""
+    return _places(said, np.tile(np.arange(LIST_LENGTH), (len(said.items), 1)))
+
+
+def of_served_list(said: Predictions) -> Predictions:
+    """What another system says of the served list, the item first that it finds likeliest."""
+    beside = said.list_log_probability[:, LIST_LENGTH:]
+    return _places(said, LIST_LENGTH + np.argsort(-beside, axis=1, kind="stable"))
+
+
+def _places(said: Predictions, places_UK: np.ndarray) -> Predictions:
+    names = ("items", "list_log_probability", "list_variance", "hit")
+    return replace(said, **{name: np.take_along_axis(getattr(said, name), places_UK, 1) for name in names})
+
+
+def comparisons(told: Mapping[str, Word]) -> tuple[Comparison, ...]:
+    """Each word, and what it lacks to the served one."""
+    served = told[SERVED]
+    rows = []
+    for name, word in told.items():
+        area_difference = loss_difference = None
+        if word is not served:
+            area_difference = Interval.of(_area_between(word, served))
+            # The log-losses of two events do not compare: a list that is never hit is easily told.
+            if word.kind != "system":
+                loss_difference = Interval.of(_loss_between(word, served))
+        rows.append(
+            Comparison(
+                name=name,
+                kind=word.kind,
+                hit_rate=float(word.hit.mean()),
+                aurc=Interval.of(_area(word)),
+                log_loss=Interval.of(mean_estimate(log_loss(word.stated, word.hit))),
+                aurc_difference=area_difference,
+                log_loss_difference=loss_difference,
+                cost=word.cost,
+            )
+        )
+    return tuple(rows)
+
+
+def best_free(told: Mapping[str, Word]) -> str:
+    """The fitted combination into which no precision went: the plain model's where there is one."""
+    return PLAIN_FITTED if PLAIN_FITTED in told else FREE_FITTED
+
+
+def precision_adds(told: Mapping[str, Word]) -> tuple[PrecisionAdds, ...]:
+    """What precision adds to the served confidence, and to what comes for free; none where the model has none."""
+    pairs: tuple[tuple[Literal["the served confidence", "a fitted combination"], str, str], ...]
+    pairs = (("the served confidence", UNAWARE, SERVED), ("a fitted combination", FREE_FITTED, FULL))
     return tuple(
-        _comparison(name, kind, probability, rank, cost, None if probability is full else (best, best_loss, hit))
-        for name, kind, probability, rank, cost in told
+        PrecisionAdds(
+            to=to,
+            aurc=Interval.of(_area_between(told[without], told[aware])),
+            log_loss=Interval.of(_loss_between(told[without], told[aware])),
+        )
+        for to, without, aware in pairs
+        if without in told and aware in told
     )
 
 
-def _comparison(
-    name: str,
-    kind: Any,
-    stated_U: np.ndarray,
-    rank_U: np.ndarray,
-    cost: float | None,
-    against: tuple[Ranked, np.ndarray, np.ndarray] | None,
-) -> Comparison:
-    hit = (rank_U <= LIST_LENGTH).astype(np.float64)
-    ranked, loss = Ranked.by(stated_U), log_loss(stated_U, hit)
-    area_difference = loss_difference = None
-    if against is not None:
-        best, best_loss, best_hit = against
+def _area(word: Word) -> Estimate:
+    ranked, miss_U = Ranked.by(word.stated), 1 - word.hit
+    return resampled(lambda counts: ranked.aurc(miss_U, counts), len(miss_U))
 
-        def area(counts: np.ndarray) -> float:
-            return ranked.aurc(1 - hit, counts) - best.aurc(1 - best_hit, counts)
 
-        area_difference = Interval.of(resampled(area, len(hit)))
-        # The log-losses of two events do not compare: a list that is never hit is easily told.
-        if kind != "system":
-            loss_difference = Interval.of(mean_estimate(loss - best_loss))
-    return Comparison(
-        name=name,
-        kind=kind,
-        hit_rate=float(hit.mean()),
-        aurc=Interval.of(resampled(lambda counts: ranked.aurc(1 - hit, counts), len(hit))),
-        log_loss=Interval.of(mean_estimate(loss)),
-        aurc_difference=area_difference,
-        log_loss_difference=loss_difference,
-        cost=cost,
-    )
+def _area_between(word: Word, other: Word) -> Estimate:
+    (one, one_miss_U), (two, two_miss_U) = ((Ranked.by(each.stated), 1 - each.hit) for each in (word, other))
+    return resampled(lambda counts: one.aurc(one_miss_U, counts) - two.aurc(two_miss_U, counts), len(one_miss_U))
+
+
+def _loss_between(word: Word, other: Word) -> Estimate:
+    return mean_estimate(log_loss(word.stated, word.hit) - log_loss(other.stated, other.hit))
 
 
 def risk_curve(stated_by_system: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, list[float]]:

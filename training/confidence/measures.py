@@ -16,6 +16,8 @@ RESAMPLES = 1000
 LEVEL = 0.95
 LEAST_PROBABILITY = 1e-6
 """A stated probability is kept so far from 0 and 1: one wrong certainty would be an infinite loss."""
+LEAST_EXPECTED = 5
+"""Hits of a group from which a statistic of it means something."""
 COVERAGES = (0.2, 0.5, 0.8)
 """Shares of the users, the surest first, at which a list's quality is told."""
 
@@ -94,6 +96,17 @@ def resampled(statistic: Callable[[np.ndarray], float], num_users: int, seed: in
     return Estimate(statistic(np.ones(num_users, np.int64)), float(low), float(high))
 
 
+def turned_round(estimate: Estimate) -> Estimate:
+    """The interval of a sum of absolute gaps, turned round its value (the basic bootstrap), from 0 on.
+
+    Resampling adds its own noise to gaps that hold chance already, so that the draws lie above the value as much as the
+    value lies above the truth.
+    """
+    value = estimate.value
+    low, high = 2 * value - estimate.high, 2 * value - estimate.low
+    return Estimate(value, min(max(low, 0.0), value), max(high, value))
+
+
 def mean_estimate(values_U: np.ndarray, seed: int = 0) -> Estimate:
     """A mean with its interval."""
     return Estimate(float(values_U.mean()), *metrics.bootstrap_interval(values_U, seed))
@@ -116,13 +129,16 @@ class Deciles:
     """Users in ten groups of equal size by rising confidence: `stated` and `realised` are means of each.
 
     `chi_square` Σ (hits − stated)²/Σ p(1−p) over the groups, and its `p_value` on as many degrees of freedom as there
-    are groups: nothing was fitted on these users (Hosmer & Lemeshow 1980).
+    are groups: nothing was fitted on these users (Hosmer & Lemeshow 1980). None where a group expects fewer than
+    `LEAST_EXPECTED` hits, of which χ² knows nothing. `top_over_bottom` the surest group's rate of hits as a multiple of
+    the least sure one's; None where that has fewer hits than so many.
     """
 
     stated: tuple[float, ...]
     realised: tuple[float, ...]
-    chi_square: float
-    p_value: float
+    chi_square: float | None
+    p_value: float | None
+    top_over_bottom: Estimate | None
 
 
 def deciles(stated_U: np.ndarray, hit_U: np.ndarray, num_groups: int = 10) -> Deciles:
@@ -131,11 +147,19 @@ def deciles(stated_U: np.ndarray, hit_U: np.ndarray, num_groups: int = 10) -> De
     excess = np.array([hit_U[group].sum() - stated_U[group].sum() for group in groups])
     spread = np.array([(stated_U[group] * (1 - stated_U[group])).sum() for group in groups])
     statistic = float((excess**2 / np.maximum(spread, LEAST_PROBABILITY)).sum())
+    is_told = min(stated_U[group].sum() for group in groups) >= LEAST_EXPECTED
+    bottom, top = groups[0], groups[-1]
+
+    def ratio(counts: np.ndarray) -> float:
+        rates = [counts[group] @ hit_U[group] / max(counts[group].sum(), 1) for group in (bottom, top)]
+        return float(rates[1] / max(rates[0], 1 / len(bottom)))  # as of one hit, where a resample has none
+
     return Deciles(
         stated=tuple(float(stated_U[group].mean()) for group in groups),
         realised=tuple(float(hit_U[group].mean()) for group in groups),
-        chi_square=statistic,
-        p_value=float(chi2.sf(statistic, num_groups)),
+        chi_square=statistic if is_told else None,
+        p_value=float(chi2.sf(statistic, num_groups)) if is_told else None,
+        top_over_bottom=resampled(ratio, len(hit_U)) if hit_U[bottom].sum() >= LEAST_EXPECTED else None,
     )
 
 

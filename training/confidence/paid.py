@@ -17,7 +17,7 @@ MC_DROPOUT_PASSES = 20
 
 
 def mc_dropout(model: Backbone, passes: int = MC_DROPOUT_PASSES, seed: int = 0) -> Scorer:
-    """The mean probability over passes with dropout at work (Gal & Ghahramani 2016).
+    """The mean probability over passes with dropout at work, and how far they differ (Gal & Ghahramani 2016).
 
     Args:
         model: is put into training mode when it scores, which nothing but dropout depends on.
@@ -39,7 +39,7 @@ def mc_dropout(model: Backbone, passes: int = MC_DROPOUT_PASSES, seed: int = 0) 
 
 
 def ensemble(models: Sequence[Backbone]) -> Scorer:
-    """The mean probability of several models (Lakshminarayanan, Pritzel & Blundell 2017).
+    """The mean probability of several models, and how far they differ (Lakshminarayanan, Pritzel & Blundell 2017).
 
     Args:
         models: of one catalogue, trained from different seeds; are put into eval mode.
@@ -56,9 +56,19 @@ def _probability(model: Backbone, batch: Batch) -> Tensor:
 
 
 def _averaged(probabilities: Iterable[Tensor]) -> tuple[Tensor, Tensor, np.ndarray]:
-    """The logarithm of the mean, which is a logit; no variance, no precision."""
-    total, count = torch.zeros(()), 0
+    """The logarithm of the mean, which is a logit; the variance of log p between the passes; no precision."""
+    total, mean, spread, count = torch.zeros(()), torch.zeros(()), torch.zeros(()), 0
     for probability in probabilities:
-        total, count = total + probability, count + 1
-    logit = (total / count).clamp_min(torch.finfo(torch.float32).tiny).log()
-    return logit, torch.zeros_like(logit), np.full(len(logit), np.inf)
+        count += 1
+        total = total + probability
+        # By Welford: squares of log p less their mean's would leave rounding alone where the passes agree.
+        log = _log(probability)
+        step = log - mean
+        mean = mean + step / count
+        spread = spread + step * (log - mean)
+    logit = _log(total / count)
+    return logit, spread / count, np.full(len(logit), np.inf)
+
+
+def _log(probability: Tensor) -> Tensor:
+    return probability.clamp_min(torch.finfo(torch.float32).tiny).log()

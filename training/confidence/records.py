@@ -38,8 +38,10 @@ class Likelihood(Part):
     users: int
     model: Interval
     popularity: Interval
-    uniform: float
+    uniform: Interval
+    """Over what the event leaves of the catalogue."""
     popularity_minus_model: Interval
+    uniform_minus_model: Interval
 
 
 class ItemConfidence(Part):
@@ -52,7 +54,7 @@ class ItemConfidence(Part):
     ece_null: tuple[float, float]
     """Between these the ECE of a perfectly calibrated model would fall 95 times in 100."""
     brier_skill: Interval | None
-    """Against the constant base rate; None where nothing was hit."""
+    """Against the constant base rate; None where too little was hit."""
 
 
 class ListConfidence(Part):
@@ -64,8 +66,11 @@ class ListConfidence(Part):
     slope: Interval | None
     decile_stated: tuple[float, ...]
     decile_realised: tuple[float, ...]
-    chi_square: float
-    p_value: float
+    chi_square: float | None
+    p_value: float | None
+    """None where too few hits are expected."""
+    top_over_bottom: Interval | None
+    """Rate of hits of the surest tenth, as a multiple of the least sure one's; None where that is hardly ever hit."""
     aurc: Interval
     hit_rate_at: dict[str, float]
     """Share of the users, surest first → HR@10."""
@@ -76,16 +81,25 @@ class Comparison(Part):
     """A confidence for the hit of a list, and what the compared one has over it."""
 
     name: str
-    kind: Literal["served", "signal", "combination", "system"]
+    kind: Literal["served", "signal", "combination", "asked", "system"]
+    """A system is `asked` about the served lists, and speaks of its own as a `system`."""
     hit_rate: float
     """Of the list that it speaks of."""
     aurc: Interval
     log_loss: Interval
     aurc_difference: Interval | None
-    """This one's less the served model's full combination: above 0, the latter is better."""
+    """This one's less the served list confidence's: above 0, the latter is better."""
     log_loss_difference: Interval | None
     cost: float | None
     """Seconds to score the test users, as a multiple of the served model's; None: nothing beside it."""
+
+
+class PrecisionAdds(Part):
+    """What a confidence for the hit of a served list is better by when it may know precision: without less with."""
+
+    to: Literal["the served confidence", "a fitted combination"]
+    aurc: Interval
+    log_loss: Interval
 
 
 class AlteredHistory(Part):
@@ -105,6 +119,8 @@ class ReliabilityAfter(Part):
     users: int
     median: float
     """Over users, of the mean of a list's items as they are served, 0 to 1."""
+    median_of_longest: float | None
+    """The same of those users who have the most events asked about, whatever row it is; None: they are too few."""
     share_clipped: float
     """Of the items, how many are below 0 before they are served as 0."""
 
@@ -112,7 +128,7 @@ class ReliabilityAfter(Part):
 class ConfidenceRecord(Part):
     """How the confidences of one bundle did on the test users of one data set."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     dataset: str
     data: dict[str, Any]
     event: Literal["next_new_item", "next_item"]
@@ -135,6 +151,10 @@ class ConfidenceRecord(Part):
     by_item: dict[str, ItemConfidence]
     """Places of lists by the training uses of the listed item."""
     comparisons: tuple[Comparison, ...]
+    best_free: str
+    """Which of them is the best that no precision went into."""
+    precision_adds: tuple[PrecisionAdds, ...]
+    """None of a model without filtering."""
     altered: tuple[AlteredHistory, ...]
     by_catalogue_item: dict[str, float]
     """Mean confidence of every item that can be the event, by its training uses."""

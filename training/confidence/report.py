@@ -2,22 +2,28 @@
 
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from training.confidence.measures import COVERAGES
 from training.confidence.records import ConfidenceRecord, Interval, ItemConfidence, ListConfidence
 from training.figures import GREY, LAYER_COLOURS, save
 from training.files import write_whole
-from training.study.layout import Cell, Row, Table
+from training.metrics import wilson_interval
+from training.study.layout import Cell, Estimate, Row, Table
 
 REPORT = "confidence.md"
 RELIABILITY, RISK = "reliability.png", "risk-coverage.png"
 """Files in the report's folder."""
 TITLES = {
     "served list confidence": "served list confidence (Σ of the items')",
+    "served, without precision": "the same, its map fitted without precision",
     "free, fitted": "all free signals, fitted",
     "free and precision, fitted": "all free signals and precision, fitted",
+    "plain, fitted": "plain: all free signals, fitted",
 }
+AGREEMENT = 0.8
+"""Share of the users of whom two seeds should be sure alike."""
 
 
 def write_report(record: ConfidenceRecord, out: Path) -> list[Path]:
@@ -49,32 +55,74 @@ def markdown(record: ConfidenceRecord) -> str:
 def answers(record: ConfidenceRecord) -> list[str]:
     """What the figures say, in sentences."""
     items, lists = record.items, record.lists
-    inside = items.ece_null[0] <= items.ece.value <= items.ece_null[1]
+    inside = items.ece.value <= items.ece_null[1]
     small = items.ece.value <= 0.1 * items.mean_confidence
     said = [
         f"The confidence of an item among the ten is off by {items.ece.value:.4f} on average (ECE), of a mean of"
         f" {items.mean_confidence:.4f}; a perfectly calibrated one would show {items.ece_null[0]:.4f} …"
-        f" {items.ece_null[1]:.4f}: {'inside' if inside else 'outside'}"
+        f" {items.ece_null[1]:.4f}: {'not more than that' if inside else 'more than that'}"
         f" and {'at most' if small else 'more than'} a tenth of the mean.",
-        f"Lists state {lists.stated:.3f} and are hit {lists.realised:.3f} of the time. Over tenths of the users the two"
-        f" {'agree' if lists.p_value > 0.01 else 'do not agree'} (χ² {lists.chi_square:.1f}, p {lists.p_value:.2g})"
-        + ("." if lists.slope is None else f"; slope {_shown(lists.slope)}.")
-        + f" The surest tenth is hit {lists.decile_realised[-1]:.3f}, the least sure {lists.decile_realised[0]:.3f}.",
+        f"Lists state {lists.stated:.3f} and are hit {lists.realised:.3f} of the time{_by_tenths(lists)}.",
     ]
     if items.brier_skill is not None:
         proved = "more than" if items.brier_skill.low > 0 else "not shown to be more than"
         said.append(f"Brier skill {_shown(items.brier_skill)}: {proved} the base rate.")
-    free = [one for one in record.comparisons if one.name == "free, fitted"]
-    if free and free[0].log_loss_difference is not None:
-        difference = free[0].log_loss_difference
-        adds = "Precision adds to" if difference.low > 0 else "Precision is not shown to add to"
-        said.append(f"{adds} what comes for free: log-loss {_shown(difference)} nats a user lower with it.")
+    free = next(one for one in record.comparisons if one.name == record.best_free)
+    if free.log_loss_difference is not None:
+        said.append(
+            f"Against the best of what comes for free ({TITLES[free.name]}) the served list confidence is"
+            f" {_better(free.log_loss_difference)}: log-loss {_shown(free.log_loss_difference, 5)} nats a user lower."
+        )
+    for one in record.precision_adds:
+        verb = {"better": "adds to", "worse": "takes from"}.get(_better(one.log_loss), "is not shown to add to")
+        said.append(f"Precision {verb} {one.to}: log-loss {_shown(one.log_loss, 5)} nats a user lower with it.")
+    said += _behaves(record)
+    return said
+
+
+def _by_tenths(lists: ListConfidence) -> str:
+    parts = []
+    if lists.p_value is not None:
+        agree = "agree" if lists.p_value > 0.01 else "do not agree"
+        parts.append(f"over tenths of the users the two {agree} (χ² {lists.chi_square:.1f}, p {lists.p_value:.2g})")
+    if lists.slope is not None:
+        parts.append(f"slope {_shown(lists.slope)}")
+    if lists.top_over_bottom is not None:
+        ratio = lists.top_over_bottom
+        parts.append(
+            f"the surest tenth is hit {ratio.value:.1f} ({ratio.low:.1f} … {ratio.high:.1f}) times as often as the"
+            " least sure"
+        )
+    return "".join(f"; {part}" for part in parts)
+
+
+def _behaves(record: ConfidenceRecord) -> list[str]:
+    """Whether confidence moves as its meaning asks."""
+    told = [one for one in record.altered if one.difference is not None]
+    lower = [one.history for one in told if one.difference is not None and one.difference.high < 0]
+    others = [one.history for one in told if one.history not in lower]
+    said = [f"Histories for which lists state less than for the users' own: {'; '.join(lower)}."] if lower else []
+    if others:
+        said.append(f"**Histories for which they do not: {'; '.join(others)}.**")
+    if record.reliability:
+        medians = [one.median_of_longest for one in record.reliability if one.median_of_longest is not None]
+        falls = [after for after, before in zip(medians[1:], medians, strict=False) if after < before]
+        grows = "grows with every row" if not falls else "does not grow with every row"
+        said.append(f"Of the same users, reliability {grows} of events below.")
     if record.seed_agreement is not None:
+        enough = "as many as" if record.seed_agreement >= AGREEMENT else "fewer than"
         said.append(
             f"A model of another seed puts {100 * record.seed_agreement:.0f} % of the users in the same tenth by list"
-            " confidence, or in one beside it."
+            f" confidence, or in one beside it: {enough} the {100 * AGREEMENT:.0f} % that were asked for."
         )
     return said
+
+
+def _better(less: Interval) -> str:
+    """Of what another lacks to the one in question."""
+    if less.low > 0:
+        return "better"
+    return "worse" if less.high < 0 else "not told apart"
 
 
 def tables(record: ConfidenceRecord) -> list[Table]:
@@ -87,7 +135,9 @@ def tables(record: ConfidenceRecord) -> list[Table]:
             (
                 Row({"of": "the model", "nats": _estimate(record.likelihood.model)}),
                 Row({"of": "popularity", "nats": _estimate(record.likelihood.popularity)}),
-                Row({"of": "uniform", "nats": record.likelihood.uniform}),
+                Row({"of": "uniform", "nats": _estimate(record.likelihood.uniform)}),
+                Row({"of": "popularity less the model", "nats": _estimate(record.likelihood.popularity_minus_model)}),
+                Row({"of": "uniform less the model", "nats": _estimate(record.likelihood.uniform_minus_model)}),
             ),
             (f"Over the {record.likelihood.users:,} users whose next item the event allows.",),
         ),
@@ -98,9 +148,9 @@ def tables(record: ConfidenceRecord) -> list[Table]:
                 "confidence": "text",
                 "HR@10": "metric",
                 "AURC": "metric",
-                "AURC − best": "signed",
+                "AURC − served": "signed",
                 "log-loss": "metric",
-                "log-loss − best": "signed",
+                "log-loss − served": "signed",
                 "cost": "number",
             },
             tuple(
@@ -109,20 +159,23 @@ def tables(record: ConfidenceRecord) -> list[Table]:
                         "confidence": TITLES.get(one.name, one.name),
                         "HR@10": one.hit_rate,
                         "AURC": _estimate(one.aurc),
-                        "AURC − best": _estimate(one.aurc_difference),
+                        "AURC − served": _estimate(one.aurc_difference),
                         "log-loss": _estimate(one.log_loss),
-                        "log-loss − best": _estimate(one.log_loss_difference),
+                        "log-loss − served": _estimate(one.log_loss_difference),
                         "cost": one.cost,
                     }
                 )
                 for one in record.comparisons
             ),
             (
-                "`best` is the fitted combination of all signals, precision included; above 0, it is better. Signals"
-                " and combinations speak of the served model's lists; another system speaks of its own lists, so its"
-                " AURC holds their quality too. `cost`: time to score, in multiples of the served model's.",
+                "Less the served list confidence's: above 0, that one is better. Signals, combinations and what is"
+                " `asked` speak of the served lists; a system under its own name speaks of its own lists, so its AURC"
+                " holds their quality too. The signals without a name before them are of the served model, whose"
+                " probabilities its variance has shrunk already. `cost`: time to score, in multiples of the served"
+                " model's.",
             ),
         ),
+        _tenths(record.lists),
         _lists("lists", "Lists, by training events of the user", {"all": record.lists, **record.by_user}),
         _coverage({"all": record.lists, **record.by_user}),
         _items("items_by_user", "Items, by training events of the user", {"all": record.items, **record.by_user_items}),
@@ -166,19 +219,29 @@ def _sanity(record: ConfidenceRecord) -> list[Table]:
             Table(
                 "reliability",
                 "Reliability, by number of events",
-                {"events": "count", "users": "count", "median": "metric", "share clipped at 0": "metric"},
+                {
+                    "events": "count",
+                    "users": "count",
+                    "median": "metric",
+                    "of the same users": "metric",
+                    "share clipped at 0": "metric",
+                },
                 tuple(
                     Row(
                         {
                             "events": one.events,
                             "users": one.users,
                             "median": one.median,
+                            "of the same users": one.median_of_longest,
                             "share clipped at 0": one.share_clipped,
                         }
                     )
                     for one in record.reliability
                 ),
-                ("Of the users who have so many events, after that many of theirs.",),
+                (
+                    "Of the users who have so many events, after that many of theirs; then of those who have as many as"
+                    " the last of these rows says, in all of them.",
+                ),
             )
         )
     return found
@@ -239,6 +302,21 @@ def _lists(key: str, title: str, found: dict[str, ListConfidence]) -> Table:
     return Table(key, title, columns, rows)
 
 
+def _tenths(lists: ListConfidence) -> Table:
+    """Stated and realised of each tenth of the users."""
+    rows = []
+    sizes = [len(part) for part in np.array_split(np.arange(lists.users), len(lists.decile_stated))]
+    for number, (size, stated, realised) in enumerate(
+        zip(sizes, lists.decile_stated, lists.decile_realised, strict=True), 1
+    ):
+        low, high = wilson_interval(round(realised * size), size)
+        hit = Estimate(realised, float(low), float(high))
+        rows.append(Row({"tenth": number, "users": size, "stated": stated, "realised": hit}))
+    columns = {"tenth": "count", "users": "count", "stated": "metric", "realised": "metric"}
+    note = "By rising list confidence; 95 % intervals by Wilson's score."
+    return Table("tenths", "Lists, by tenths of the users", columns, tuple(rows), (note,))
+
+
 def _coverage(found: dict[str, ListConfidence]) -> Table:
     shares = [f"{coverage:.0%}" for coverage in COVERAGES]
     qualities = {"HR@10": "hit_rate_at", "NDCG@10": "ndcg_at"}
@@ -284,5 +362,6 @@ def _estimate(interval: Interval | None) -> Cell:
     return None if interval is None else interval.estimate
 
 
-def _shown(interval: Interval) -> str:
-    return f"{interval.value:.3f} ({interval.low:.3f} … {interval.high:.3f})"
+def _shown(interval: Interval, digits: int = 3) -> str:
+    value, low, high = (f"{each:.{digits}f}" for each in (interval.value, interval.low, interval.high))
+    return f"{value} ({low} … {high})"

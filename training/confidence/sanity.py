@@ -29,6 +29,8 @@ CATALOGUE_USERS = 200
 """Test users whose confidence in every item of the catalogue is taken."""
 EVENT_COUNTS = (0, 1, 2, 3, 5, 10, 20, 50)
 """After how many events reliability is taken."""
+LEAST_LONGEST = 100
+"""Users who stay the same from row to row: as many events as so many have."""
 NUM_DECILES = 10
 ROUNDING = 1e-4
 """A reliability so far below 0 is 0 in float32."""
@@ -99,7 +101,7 @@ def reordered(histories: Histories, generator: np.random.Generator) -> Histories
 
 
 def catalogue_confidence(asked: Asked, test: Targets, seed: int = 0) -> dict[str, float]:
-    """Mean confidence of every item of the catalogue, by the item's training uses: stratum → mean.
+    """Mean confidence of every item that can be a user's next event, by the item's training uses: stratum → mean.
 
     Args:
         asked: the model that is judged.
@@ -112,15 +114,16 @@ def catalogue_confidence(asked: Asked, test: Targets, seed: int = 0) -> dict[str
     said = evaluate.predict(scored, sampled, asked.calibration.temperature, num_items)
     confidence_UN = evaluate.confidences(said, asked.calibration, asked.training_counts, num_items)
     uses_UN = asked.training_counts[said.items - FIRST_ITEM]
+    possible_UN = np.isfinite(said.list_log_probability)
     return {
-        name: float(confidence_UN[member].mean())
+        name: float(confidence_UN[member & possible_UN].mean())
         for name, member in strata.members(uses_UN, strata.ITEM_STRATA).items()
-        if member.any()
+        if (member & possible_UN).any()
     }
 
 
 @torch.no_grad()
-def reliability_by_events(model: Backbone, test: Targets, seed: int = 0) -> tuple[ReliabilityAfter, ...]:
+def reliability_by_events(model: Backbone, test: Targets, event: Event, seed: int = 0) -> tuple[ReliabilityAfter, ...]:
     """The reliability of lists after each number of events, of users who have so many.
 
     A list's reliability is the mean over its items (math.md, "Scoring and its uncertainty"). What is below 0, but for
@@ -129,36 +132,50 @@ def reliability_by_events(model: Backbone, test: Targets, seed: int = 0) -> tupl
     Args:
         model: with filtering.
         test: whom to ask about; at most `SAMPLED_USERS` of them.
+        event: what a list is of.
         seed: of the sample.
     """
     sampled = sample(test, np.random.default_rng(seed), SAMPLED_USERS, min_events=0)
-    num_events = np.diff(sampled.history.offsets)
+    # Events of weight 0 are none that the model reads.
+    num_events = evaluate.num_events(sampled.history)
+    most = max(count for count in EVENT_COUNTS if (num_events >= count).sum() >= min(LEAST_LONGEST, len(sampled)))
     rows = []
     for count in EVENT_COUNTS:
         users = np.flatnonzero(num_events >= count)
         if len(users) == 0:
             break
-        read = sampled.history.prefixes(users, sampled.history.offsets[users] + count)
-        reliability_UK = np.concatenate(list(_reliability(model, read)))
+        read = sampled.history.prefixes(users, events_end(sampled.history, users, count))
+        reliability_UK = np.concatenate(list(_reliability(model, read, event)))
+        served_U = reliability_UK.clip(0, 1).mean(1)
         rows.append(
             ReliabilityAfter(
                 events=count,
                 users=len(users),
-                median=float(np.median(reliability_UK.clip(0, 1).mean(1))),
+                median=float(np.median(served_U)),
+                median_of_longest=float(np.median(served_U[num_events[users] >= most])) if count <= most else None,
                 share_clipped=float((reliability_UK < -ROUNDING).mean()),
             )
         )
     return tuple(rows)
 
 
-def _reliability(model: Backbone, histories: Histories) -> Iterator[np.ndarray]:
-    """(B,K) of the likeliest items of each user, chunk by chunk."""
+def events_end(histories: Histories, users: np.ndarray, count: int) -> np.ndarray:
+    """Where in the flat list each user's `count`-th event of weight > 0 ends; the user's begin for 0."""
+    before = np.concatenate([[0], np.cumsum(histories.weights > 0)])
+    begins = histories.offsets[users]
+    return begins if count == 0 else np.searchsorted(before, before[begins] + count)
+
+
+def _reliability(model: Backbone, histories: Histories, event: Event) -> Iterator[np.ndarray]:
+    """(B,K) of the items of each user's list, chunk by chunk."""
     windows = serving_windows(histories, model.config.max_len)
     prior = prior_variance(model)
     for users in torch.arange(len(histories)).split(evaluate.CHUNK_USERS):
         batch = collate(windows, users)
         state = model.final_state(batch.items, batch.weights, batch.timestamps)
-        listed = model.score(state).logit.topk(min(LIST_LENGTH, model.num_items)).indices
+        logit = model.score(state).logit
+        evaluate.rule_out_seen(logit, histories, users, event)
+        listed = logit.topk(min(LIST_LENGTH, model.num_items)).indices
         squares = model.catalogue()[listed].square()
         left = (squares * model.head.own_variance(state)[:, None]).sum(-1)
         yield (1 - left / (squares * prior).sum(-1)).numpy()

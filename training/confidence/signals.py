@@ -16,11 +16,13 @@ from training.evaluate import LIST_LENGTH, Predictions
 FREE = ("sum of ten", "largest probability", "entropy", "margin", "history length", "popularity")
 """Signals of any model: of its temperature-scaled probabilities, of the user's history, of the list's items."""
 OF_PRECISION = ("precision", "score variance")
-"""Signals of a model that filters."""
+"""Signals of a model that filters. Of several passes or models the variance is that of log p between them."""
+LEAST_VARIANCE = 1e-12
+"""Passes that agree to the last digit have none."""
 
 
 def signals(predictions: Predictions, training_counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Every signal of each user, (U,), higher for a surer list; those of precision only where the model has one.
+    """Every signal of each user, (U,), higher for a surer list; those of precision only where the model has them.
 
     Args:
         predictions: lists of at least `LIST_LENGTH`.
@@ -39,7 +41,9 @@ def signals(predictions: Predictions, training_counts: np.ndarray) -> dict[str, 
     }
     if np.isfinite(predictions.mean_precision).all():
         found["precision"] = np.log(predictions.mean_precision.astype(np.float64))
-        found["score variance"] = -np.log(predictions.list_variance[:, :LIST_LENGTH].astype(np.float64)).mean(1)
+    if predictions.list_variance.any():
+        variance = np.maximum(predictions.list_variance[:, :LIST_LENGTH].astype(np.float64), LEAST_VARIANCE)
+        found["score variance"] = -np.log(variance).mean(1)
     return found
 
 

@@ -1,6 +1,8 @@
 """Judging: a planted confidence is found true, a planted lie is found out, and precision is credited only when it tells
 something."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -9,6 +11,7 @@ from model.bundle import Calibration
 from model.config import FIRST_ITEM
 from tests.training.histories import SMALL, fresh_model, leave_one_out, successor_walks, targets_of
 from training import metrics
+from training.calibration import fit_confidence
 from training.catalog import Catalog
 from training.confidence import measures
 from training.confidence.judge import (
@@ -16,14 +19,22 @@ from training.confidence.judge import (
     FULL,
     LEAST_USERS,
     PLAIN,
+    PLAIN_FITTED,
+    SERVED,
+    UNAWARE,
     Said,
     Scoring,
     System,
+    Word,
+    best_free,
     comparisons,
     item_confidence,
     judge,
     likelihood,
     list_confidence,
+    of_served_list,
+    precision_adds,
+    words,
 )
 from training.confidence.paid import mc_dropout
 from training.evaluate import LIST_LENGTH, Predictions, score_users, score_users_by, stated
@@ -60,7 +71,7 @@ def planted(num_users: int, by_precision: float, seed: int, precise: bool = True
         num_events=generator.integers(3, 20, num_users),
         items=np.tile(np.arange(LIST_LENGTH) + FIRST_ITEM, (num_users, 1)),
         list_log_probability=listed,
-        list_variance=np.ones((num_users, LIST_LENGTH)),
+        list_variance=np.full((num_users, LIST_LENGTH), float(precise)),
         hit=hit[:, None] & (np.arange(LIST_LENGTH) == place[:, None]),
     )
 
@@ -74,37 +85,90 @@ def said(by_precision: float, num_users: int = 3000, seed: int = 1, precise: boo
     )
 
 
+def told(served: Said, others: dict[str, Said] | None = None, calibration: Calibration = CONSTANT) -> dict[str, Word]:
+    return words(served, calibration, others or {}, COUNTS, COUNTS)
+
+
 @pytest.mark.parametrize(("by_precision", "adds"), [(1.0, True), (0.0, False)])
 def test_precision_is_credited_with_what_it_tells_and_with_nothing_else(by_precision: float, adds: bool) -> None:
-    found = {one.name: one for one in comparisons(said(by_precision), CONSTANT, {}, COUNTS, COUNTS)}
+    served = said(by_precision)
+    fitted = fit_confidence(served.validation, COUNTS, 1.0, 0.0, "next_item")
 
-    free = found[FREE_FITTED]
-    assert free.log_loss_difference is not None
-    assert free.aurc_difference is not None
-    assert (free.log_loss_difference.low > 0) == adds
-    assert (free.aurc_difference.low > 0) == adds
-    assert found[FULL].log_loss_difference is None
+    found = {one.to: one for one in precision_adds(told(served, calibration=fitted))}
+
+    assert set(found) == {"the served confidence", "a fitted combination"}
+    for one in found.values():
+        assert (one.log_loss.low > 0) == adds
+        assert (one.aurc.low > 0) == adds
+
+
+def test_each_word_stands_beside_the_served_one() -> None:
+    found = {one.name: one for one in comparisons(told(said(1.0)))}
+
+    assert found[SERVED].log_loss_difference is None
     # A confidence that says the same of all has the risk itself as its area.
-    assert found["served list confidence"].aurc.value == pytest.approx(1 - found[FULL].hit_rate)
+    assert found[SERVED].aurc.value == pytest.approx(1 - found[FULL].hit_rate)
     assert found["entropy"].aurc.value == pytest.approx(1 - found[FULL].hit_rate, abs=0.04), "a signal of nothing"
+    for name in (FREE_FITTED, FULL):
+        difference = found[name].log_loss_difference
+        assert difference is not None
+        assert difference.value == pytest.approx(found[name].log_loss.value - found[SERVED].log_loss.value)
+        assert difference.high < 0, "a constant is worse than either"
 
 
 def test_a_model_without_precision_has_no_combination_with_it() -> None:
-    names = [one.name for one in comparisons(said(0.0, 400, precise=False), CONSTANT, {}, COUNTS, COUNTS)]
+    found = told(said(0.0, 400, precise=False))
 
-    assert FULL not in names
-    assert "precision" not in names
+    assert {FULL, UNAWARE, "precision"}.isdisjoint(found)
+    assert precision_adds(found) == ()
+    assert best_free(found) == FREE_FITTED
 
 
-def test_a_system_is_judged_by_its_own_list_and_told_what_it_costs() -> None:
-    other = said(0.0, seed=7, precise=False)
-    slow = Said(other.temperature, other.validation, other.test, 40.0)
-    found = {one.name: one for one in comparisons(said(1.0), CONSTANT, {"twenty passes": slow}, COUNTS, COUNTS)}
+def beside(served: Said, seed: int, precise: bool = False) -> Said:
+    """Another system: its own lists, and behind them what it says of the served ones."""
+    own = said(0.0, len(served.test.rank), seed, precise)
 
-    assert found["twenty passes"].kind == "system"
-    assert found["twenty passes"].cost == 20
-    assert found["twenty passes"].hit_rate == (other.test.rank <= 10).mean()
-    assert found["twenty passes"].log_loss_difference is None
+    def both(one: Predictions, of_served: Predictions) -> Predictions:
+        names = ("items", "list_log_probability", "list_variance", "hit")
+        joined = {name: np.concatenate([getattr(one, name), getattr(of_served, name)], 1) for name in names}
+        return replace(one, **joined, mean_precision=np.full(len(one.rank), np.inf))
+
+    return Said(1.0, both(own.validation, served.validation), both(own.test, served.test), 40.0)
+
+
+def test_a_system_is_asked_about_the_served_list_and_judged_by_its_own_and_told_what_it_costs() -> None:
+    served = said(1.0)
+    other = beside(served, seed=7)
+    found = {one.name: one for one in comparisons(told(served, {"twenty passes": other}))}
+
+    own, asked = found["twenty passes"], found["twenty passes, asked"]
+    assert (own.kind, own.cost, own.log_loss_difference) == ("system", 20, None)
+    assert own.hit_rate == (other.test.rank <= 10).mean()
+    assert (asked.kind, asked.cost, asked.hit_rate) == ("asked", 20, found[SERVED].hit_rate)
+    assert asked.log_loss_difference is not None
+
+
+def test_the_plain_models_signals_of_the_served_list_are_the_free_ones() -> None:
+    served = said(1.0)
+    found = told(served, {PLAIN: beside(served, seed=8)})
+
+    assert best_free(found) == PLAIN_FITTED
+    # It says of the served list what the served model says: its own list, and what is in it, do not matter.
+    assert found[f"{PLAIN}: sum of ten"].stated == pytest.approx(found["sum of ten"].stated)
+    assert found[f"{PLAIN}: margin"].stated == pytest.approx(found["margin"].stated)
+    assert found[f"{PLAIN}: sum of ten"].rank is served.test.rank
+
+
+def test_what_is_said_of_the_served_list_comes_by_the_others_order() -> None:
+    served = said(0.0, 5)
+    other = beside(served, seed=9)
+    other.test.list_log_probability[:, LIST_LENGTH:] = np.arange(LIST_LENGTH) - 20.0
+
+    found = of_served_list(other.test)
+
+    assert (found.items == served.test.items[:, ::-1]).all()
+    assert (found.hit == served.test.hit[:, ::-1]).all()
+    assert (np.diff(found.list_log_probability) < 0).all()
 
 
 def hits(confidence_UK: np.ndarray, seed: int) -> np.ndarray:
@@ -125,8 +189,29 @@ def test_a_calibrated_confidence_lies_inside_its_null_interval_and_has_skill() -
     assert found.brier_skill is not None
     assert found.brier_skill.value == pytest.approx(metrics.brier_skill(confidence.ravel(), hit.ravel()))
     assert found.brier_skill.low > 0
+    assert found.ece.low <= found.ece.value <= found.ece.high
     doubled = item_confidence(np.minimum(2 * confidence, 1), hit)
     assert doubled.ece.low > doubled.ece_null[1]
+
+
+def test_the_interval_of_the_ece_holds_the_gap_that_was_planted() -> None:
+    gap, held = 0.02, 0
+    for seed in range(40):
+        confidence = np.random.default_rng(seed).uniform(0.01, 0.06, (2000, 10))
+        found = item_confidence(confidence, hits(confidence + gap, seed + 1000)).ece
+        held += found.low <= gap <= found.high
+
+    assert held >= 34  # of 40 where 38 are meant, and chance takes 3 of them 19 times in 20
+
+
+def test_few_hits_have_no_brier_skill_and_no_chi_square() -> None:
+    confidence = np.random.default_rng(1).uniform(0.0005, 0.0015, (150, 10))
+    hit = np.zeros((150, 10), bool)
+    hit[0, 0] = True
+
+    assert item_confidence(confidence, hit).brier_skill is None
+    found = list_confidence(stated(confidence), np.where(hit.any(1), 1.0, 99.0))
+    assert (found.chi_square, found.p_value, found.top_over_bottom) == (None, None, None)
 
 
 def test_places_of_some_items_are_judged_by_their_own_confidences() -> None:
@@ -154,7 +239,13 @@ def test_a_list_is_stated_as_the_sum_of_its_places_and_judged_at_each_coverage()
     assert found.stated == pytest.approx(np.minimum(confidence.sum(1), 1).mean())
     assert found.hit_rate_at["20%"] == pytest.approx((rank[surest] <= 10).mean())
     assert found.ndcg_at["20%"] == pytest.approx(np.where(rank[surest] <= 10, 1 / np.log2(1 + rank[surest]), 0).mean())
+    assert found.p_value is not None
     assert found.p_value > 1e-3
+    assert found.top_over_bottom is not None
+    by_confidence = np.argsort(stated(confidence))
+    rates = [(rank[part] <= 10).mean() for part in (by_confidence[:900], by_confidence[-900:])]
+    assert found.top_over_bottom.value == pytest.approx(rates[1] / rates[0])
+    assert found.top_over_bottom.low < found.top_over_bottom.value < found.top_over_bottom.high
     assert found.slope is not None
     assert found.slope.low < 1 < found.slope.high
 
@@ -172,7 +263,8 @@ def test_the_likelihood_stands_beside_popularitys() -> None:
     left = [counts.sum() - counts[[item - FIRST_ITEM for item in walk[:-1]]].sum() for walk in [[5, 6, 7], [8, 9, 10]]]
     assert found.popularity.value == pytest.approx(-np.log(counts[target] / np.array(left)).mean())
     assert found.model.value == pytest.approx(-predictions.log_probability.mean())
-    assert found.uniform == pytest.approx(stats.uniform(0, 8).entropy())
+    assert found.uniform.value == pytest.approx(stats.uniform(0, 8 - 2).entropy())  # two of the eight were had
+    assert found.uniform_minus_model.value == pytest.approx(found.uniform.value - found.model.value)
 
 
 def small_prepared(split: Split[Histories], num_items: int) -> Prepared:
@@ -203,7 +295,11 @@ def test_a_whole_judgement_of_a_small_model() -> None:
         },
     )
 
-    assert [one.name for one in found["comparisons"]][-2:] == [PLAIN, "dropout"]
+    names = [one.name for one in found["comparisons"]]
+    assert names[:2] == [SERVED, UNAWARE]
+    assert names[-4:] == [PLAIN_FITTED, PLAIN, "dropout, asked", "dropout"]
+    assert found["best_free"] == PLAIN_FITTED
+    assert len(found["precision_adds"]) == 2
     assert found["lists"].users == 3 * LEAST_USERS
     assert list(found["by_user"]) == ["4–5"]
     assert set(found["risk_curve"]) == {"coverage", "served", PLAIN}

@@ -26,7 +26,8 @@ def test_an_ensemble_is_the_mean_of_its_models_probabilities() -> None:
         logit, variance, precision = ensemble(models)(BATCH)
 
     assert logit.exp().numpy() == pytest.approx(np.mean([probability(model) for model in models], 0), rel=1e-4)
-    assert not variance.any()
+    spread = np.log([probability(model) for model in models]).var(0)
+    assert variance.numpy() == pytest.approx(spread, rel=1e-2, abs=1e-9)
     assert np.isinf(precision).all()
 
 

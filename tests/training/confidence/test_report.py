@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,11 @@ from training.study.records import read
 
 @pytest.fixture(scope="module")
 def judged(trained: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a report in which the bundle stands for every other system, too."""
-    out = tmp_path_factory.mktemp("confidence")
-    paid: list[str | Path] = ["--dropout-passes", "2"]
-    for option in ("--plain", "--ensemble", "--ensemble", "--other-seed"):
-        paid += [option, trained.registry]
+    """The folder of a report in which copies of the bundle stand for other systems."""
+    out, others = tmp_path_factory.mktemp("confidence"), tmp_path_factory.mktemp("others")
+    paid: list[str | Path] = ["--dropout-passes", "2", "--ensemble", trained.registry]
+    for option in ("--ensemble", "--other-seed"):
+        paid += [option, others / add_copy(trained.registry, others, name=option.strip("-"))]
     done = bft_train("calibrate", "--bundle", trained.registry, "--data", trained.log, "--report", out, *paid, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -57,11 +58,10 @@ def test_the_record_has_the_figures_that_training_found(judged: Path, trained: T
 def test_a_system_that_is_the_served_model_differs_in_nothing(judged: Path) -> None:
     found = {one.name: one for one in record(judged).comparisons}
 
-    for name in ("plain", "ensemble of 2"):
-        assert found[name].hit_rate == pytest.approx(found["served list confidence"].hit_rate, abs=0.01)
-    difference = found["plain"].aurc_difference
-    assert difference is not None
-    assert (difference.value, difference.low, difference.high) == (0, 0, 0)
+    ensemble, asked = found["ensemble of 2"], found["ensemble of 2, asked"]
+    assert ensemble.hit_rate == pytest.approx(found["served list confidence"].hit_rate, abs=0.01)
+    # Neither variance nor precision is left of the mean of two that agree.
+    assert asked.aurc.value == pytest.approx(found["free, fitted"].aurc.value, abs=0.01)
 
 
 def test_the_report_tells_whether_confidence_behaves(judged: Path) -> None:
@@ -83,21 +83,52 @@ def test_the_report_is_made_of_the_record_alone(judged: Path) -> None:
     assert all((judged / name).stat().st_size > 1000 for name in ("reliability.png", "risk-coverage.png"))
 
 
-def test_a_bundle_of_another_catalogue_is_refused_by_name(trained: TrainedRun, tmp_path: Path) -> None:
-    other = tmp_path / add_copy(trained.registry, tmp_path, lineage="0" * 16)
-
+def refused(trained: TrainedRun, out: Path, *options: str | Path) -> str:
+    """What is said of options with which nothing is judged."""
     done = bft_train(
-        "calibrate",
-        "--bundle",
-        trained.registry,
-        "--data",
-        trained.log,
-        "--plain",
-        other,
-        "--report",
-        tmp_path,
+        "calibrate", "--bundle", trained.registry, "--data", trained.log, "--report", out / "report", *options
     )
-
     assert done.returncode == 2
-    assert f"{other}: knows other items" in done.stderr
-    assert not (tmp_path / REPORT).exists()
+    assert not (out / "report").exists()
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "changed", "message"),
+    [
+        ("--ensemble", {"lineage": "0" * 16}, "knows other items"),
+        ("--other-seed", {"data": {"split": "users"}}, "learned from another log, or another split of it"),
+        ("--ensemble", {"data": {"sha256": "0" * 64}}, "learned from another log, or another split of it"),
+        ("--other-seed", {"event": "next_item"}, "its confidences are of next_item"),
+        ("--plain", {"name": "another"}, "filters; --plain is a model that was trained with model.filtering=off"),
+    ],
+)
+def test_a_bundle_that_does_not_compare_is_refused_by_name(
+    trained: TrainedRun, tmp_path: Path, option: str, changed: dict[str, Any], message: str
+) -> None:
+    data = open_bundle(registry.resolve(trained.registry)).manifest.data
+    fields = {name: {**data, **value} if name == "data" else value for name, value in changed.items()}
+
+    def change(folder: Path) -> None:
+        calibration = folder / "calibration.json"
+        document = json.loads(calibration.read_text())
+        calibration.write_text(json.dumps(document | {"event": fields.get("event", document["event"])}))
+
+    other = tmp_path / add_copy(trained.registry, tmp_path, change, **fields)
+
+    assert f"{other}: {message}" in refused(trained, tmp_path, option, other)
+
+
+def test_a_bundle_is_no_other_seed_of_itself_and_counts_once(trained: TrainedRun, tmp_path: Path) -> None:
+    own = trained.registry
+
+    assert "is the bundle that is judged" in refused(trained, tmp_path, "--other-seed", own)
+    assert "stands twice in the ensemble" in refused(trained, tmp_path, "--ensemble", own, "--ensemble", own)
+
+
+def test_a_log_that_the_bundle_was_not_trained_on_is_refused(trained: TrainedRun, tmp_path: Path) -> None:
+    lines = trained.log.read_text().splitlines(keepends=True)
+    longer = tmp_path / trained.log.name
+    longer.write_text("".join([*lines, lines[-1].replace(lines[-1].split(",")[0], "somebody")]))
+
+    assert "not the log that" in refused(trained, tmp_path, "--data", longer)

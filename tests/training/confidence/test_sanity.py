@@ -15,6 +15,7 @@ from training.confidence.sanity import (
     altered_histories,
     catalogue_confidence,
     decile_agreement,
+    events_end,
     reliability_by_events,
     reordered,
     seed_agreement,
@@ -106,14 +107,26 @@ def test_the_rarer_an_item_the_lower_its_confidence(trained: Trained) -> None:
 
 
 def test_reliability_begins_at_nothing_and_grows_until_the_taste_is_known(trained: Trained) -> None:
-    found = reliability_by_events(trained.one.model, trained.test)
+    found = reliability_by_events(trained.one.model, trained.test, trained.one.event)
 
     medians = [one.median for one in found]
+    of_same = [one.median_of_longest for one in found]
+    assert of_same[:4] == sorted(of_same[:4])  # with other users in each row, growth could be one of who is left
+    assert of_same[-1] == medians[-1], "all who have so many are the same"
     assert [one.events for one in found] == [0, 1, 2, 3, 5, 10]
     assert medians[0] == pytest.approx(0, abs=1e-6)
     assert medians[:4] == sorted(medians[:4])
     assert min(medians[3:]) > medians[1] > 0.3
     assert [one.share_clipped for one in found] == [0] * 6
+
+
+def test_events_of_weight_0_are_not_counted() -> None:
+    own = histories_of([[3, 4, 5, 6], [7, 8]], weights=[[0, 1, 0, 1], [1, 1]])
+    users = np.array([0, 1])
+
+    assert events_end(own, users, 0).tolist() == [0, 4]
+    assert events_end(own, users, 1).tolist() == [2, 5]
+    assert events_end(own, users, 2).tolist() == [4, 6]
 
 
 def test_two_seeds_are_sure_of_the_same_users(trained: Trained) -> None:

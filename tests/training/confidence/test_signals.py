@@ -8,7 +8,7 @@ from training.confidence.signals import FREE, OF_PRECISION, Combination, signals
 from training.evaluate import Predictions
 
 
-def predictions(probability_UK: np.ndarray, precision: float) -> Predictions:
+def predictions(probability_UK: np.ndarray, precision: float, variance: float = 0.5) -> Predictions:
     """Lists of items 0, 1, … with these probabilities."""
     users, length = probability_UK.shape
     return Predictions(
@@ -19,7 +19,7 @@ def predictions(probability_UK: np.ndarray, precision: float) -> Predictions:
         num_events=np.arange(users),
         items=np.tile(np.arange(length) + FIRST_ITEM, (users, 1)),
         list_log_probability=np.log(probability_UK),
-        list_variance=np.full((users, length), 0.5),
+        list_variance=np.full((users, length), variance),
         hit=np.zeros((users, length), bool),
     )
 
@@ -43,8 +43,12 @@ def test_each_signal_by_hand() -> None:
 
 
 def test_a_plain_model_has_the_free_signals_alone() -> None:
-    assert tuple(signals(predictions(LISTS, np.inf), np.arange(12))) == FREE
+    assert tuple(signals(predictions(LISTS, np.inf, 0.0), np.arange(12))) == FREE
     assert tuple(signals(predictions(LISTS, 1.0), np.arange(12))) == (*FREE, *OF_PRECISION)
+
+
+def test_passes_that_differ_have_a_variance_and_no_precision() -> None:
+    assert tuple(signals(predictions(LISTS, np.inf, 0.5), np.arange(12))) == (*FREE, "score variance")
 
 
 def test_a_combination_finds_planted_weights() -> None:
