@@ -36,6 +36,12 @@ class RegistryIndex(BaseModel):
     current: Version
     previous: Version | None = None
     history: tuple[Version, ...] = ()
+    rolled_back: Version | None = None
+    """What was current until the last rollback; None once another bundle was published."""
+
+
+class RegistryChanged(BundleError):
+    """Another bundle is current than the one that was expected."""
 
 
 def publish(registry: Path, version: str) -> RegistryIndex:
@@ -47,6 +53,26 @@ def publish(registry: Path, version: str) -> RegistryIndex:
     open_bundle(registry / version)
     with _lock(registry):
         return _make_current(registry, read_index(registry), version)
+
+
+def publish_after(registry: Path, version: str, expected: str | None) -> RegistryIndex:
+    """The same, if the bundle that the new one was judged beside is still the current one.
+
+    Args:
+        registry, version: as of `publish`.
+        expected: the version that is to be current until then; None: nothing was published yet.
+
+    Raises:
+        RegistryChanged: it is not: somebody published or rolled back meanwhile, and that stays.
+        BundleError: the bundle is missing or damaged; the current one stays.
+    """
+    open_bundle(registry / version)
+    with _lock(registry):
+        index = read_index(registry)
+        current = None if index is None else index.current
+        if current not in (expected, version):
+            raise RegistryChanged(f"{registry}: {current} is current, no longer {expected}; {version} is not published")
+        return _make_current(registry, index, version)
 
 
 def roll_back(registry: Path) -> RegistryIndex:
@@ -62,7 +88,7 @@ def roll_back(registry: Path) -> RegistryIndex:
         if index is None or index.previous is None:
             raise BundleError(f"{registry}: no earlier bundle to go back to")
         open_bundle(registry / index.previous)
-        return _make_current(registry, index, index.previous)
+        return _make_current(registry, index, index.previous, rolled_back=index.current)
 
 
 def prune(registry: Path, keep: int) -> list[str]:
@@ -86,7 +112,7 @@ def prune(registry: Path, keep: int) -> list[str]:
             raise BundleError(f"{registry}: nothing was published here yet")
         latest = list(dict.fromkeys(reversed(index.history)))[: max(keep, 2)]
         kept = {index.current, index.previous, *latest}
-        kept |= {open_bundle(registry / version).manifest.calibrated_by for version in kept if version}
+        kept |= {_calibrated_by(registry / version) for version in kept if version}
         folders = [path for path in registry.iterdir() if path.is_dir() and not path.is_symlink()]
         removed = [
             path
@@ -131,7 +157,17 @@ def resolve(location: Path | str) -> Path:
     return (folder / index.current).resolve()
 
 
-def _make_current(registry: Path, before: RegistryIndex | None, version: str) -> RegistryIndex:
+def _calibrated_by(folder: Path) -> str | None:
+    """Of a bundle that can be read; an old one of another format is no reason to fail."""
+    try:
+        return open_bundle(folder).manifest.calibrated_by
+    except BundleError:
+        return None
+
+
+def _make_current(
+    registry: Path, before: RegistryIndex | None, version: str, rolled_back: str | None = None
+) -> RegistryIndex:
     """Make a verified bundle current; the lock is held."""
     if before is None:
         return _replace(registry, RegistryIndex(current=version, history=(version,)))
@@ -139,13 +175,15 @@ def _make_current(registry: Path, before: RegistryIndex | None, version: str) ->
         _link(registry, version)
         return before
     history = (*before.history, version)
-    return _replace(registry, RegistryIndex(current=version, previous=before.current, history=history))
+    index = RegistryIndex(current=version, previous=before.current, history=history, rolled_back=rolled_back)
+    return _replace(registry, index)
 
 
 def _replace(registry: Path, index: RegistryIndex) -> RegistryIndex:
     staging = registry / f".{REGISTRY}.{os.getpid()}"
     with staging.open("w") as file:
-        file.write(index.model_dump_json(indent=2) + "\n")
+        absent = {"rolled_back"} if index.rolled_back is None else None
+        file.write(index.model_dump_json(indent=2, exclude=absent) + "\n")
         file.flush()
         os.fsync(file.fileno())
     staging.replace(registry / REGISTRY)

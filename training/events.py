@@ -252,7 +252,7 @@ def read_events(config: DataConfig) -> EventLog:
     return EventLog(sort_events(events), **asdict(reading))
 
 
-def read_blocks(config: DataConfig, reading: Reading) -> Iterator[pl.DataFrame]:
+def read_blocks(config: DataConfig, reading: Reading, may_be_empty: bool = False) -> Iterator[pl.DataFrame]:
     """The usable events of a log as they come, in blocks that fit into memory; bad rows go to `config.rejects_path`.
 
     A row is one event: one record of a table, one item of a line file (a line without items counts as one).
@@ -262,6 +262,7 @@ def read_blocks(config: DataConfig, reading: Reading) -> Iterator[pl.DataFrame]:
     Args:
         config: where the log lies and how to read it.
         reading: filled in.
+        may_be_empty: a log without a row is no error: one file of many, of a day on which nothing happened.
 
     Raises:
         DataError: the source is missing, unreadable, empty, lacks a column, or has more bad rows than
@@ -289,7 +290,7 @@ def read_blocks(config: DataConfig, reading: Reading) -> Iterator[pl.DataFrame]:
         reading.rows_rejected = rejects.count
         reading.has_timestamps = "timestamp" in roles
         rejects.set_aside(config, reading.rows_read)
-        if reading.rows_read == rejects.count:
+        if reading.rows_read == rejects.count and not (may_be_empty and reading.rows_read == 0):
             raise DataError(f"{config.path} holds no usable event\n{describe_bad_rows(rejects.first)}".rstrip())
 
 

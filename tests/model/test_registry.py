@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from model.bundle import MANIFEST, BundleError, open_bundle
-from model.registry import CURRENT, REGISTRY, RegistryIndex, publish, read_index, resolve, roll_back
+from model.registry import (
+    CURRENT,
+    REGISTRY,
+    RegistryChanged,
+    RegistryIndex,
+    publish,
+    publish_after,
+    read_index,
+    resolve,
+    roll_back,
+)
 from tests.model import stand_ins
 
 DEADLINE_S = 60
@@ -45,6 +55,21 @@ def test_a_second_bundle_keeps_the_first_as_previous(tmp_path: Path) -> None:
     first, second = bundles(tmp_path, 2)
     publish(tmp_path, first)
     assert publish(tmp_path, second) == RegistryIndex(current=second, previous=first, history=(first, second))
+
+
+def test_a_bundle_is_published_after_the_one_it_was_judged_beside_or_not_at_all(tmp_path: Path) -> None:
+    first, second, third = bundles(tmp_path, 3)
+    publish_after(tmp_path, first, None)
+    publish_after(tmp_path, second, first)
+    roll_back(tmp_path)
+
+    with pytest.raises(RegistryChanged, match=f"{first} is current, no longer {second}; {third} is not published"):
+        publish_after(tmp_path, third, second)
+
+    assert read_index(tmp_path) == RegistryIndex(
+        current=first, previous=second, history=(first, second, first), rolled_back=second
+    )
+    assert publish(tmp_path, third).rolled_back is None
 
 
 def test_publishing_the_current_bundle_again_changes_nothing(tmp_path: Path) -> None:
@@ -79,7 +104,7 @@ def test_roll_back_returns_to_the_previous_bundle_and_says_so_in_the_history(tmp
     publish(tmp_path, first)
     publish(tmp_path, second)
     index = roll_back(tmp_path)
-    assert index == RegistryIndex(current=first, previous=second, history=(first, second, first))
+    assert index == RegistryIndex(current=first, previous=second, history=(first, second, first), rolled_back=second)
     assert resolve(tmp_path).name == first
     assert os.readlink(tmp_path / CURRENT) == first
 

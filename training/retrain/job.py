@@ -43,7 +43,7 @@ from training.retrain.run import Run
 from training.retrain.slices import Cut, grown_catalog, slice_begin
 from training.retrain.sources import Outbox, new_files
 from training.retrain.store import NUM_BUCKETS, Store
-from training.retrain.window import Window, check, look
+from training.retrain.window import Window, check, look, num_events_after
 from training.study import strata
 
 RECEIVED_ENTRIES = 1_000_000
@@ -73,14 +73,12 @@ def locked(work: Path) -> Iterator[None]:
 def take_in(store: Store, config: JobConfig, outbox: Outbox | None, work: Path, run: Run) -> None:
     """Move what is new at the sources into the log.
 
+    The outbox first, which must not fill up because of a file. What the service adds meanwhile is the next run's: it
+    adds all the time, and each ingest takes longer than it takes an event to come.
+
     Raises:
         DataError: a source cannot be read; of the others nothing is lost.
     """
-    if config.data is not None:
-        files = new_files(config.data, store.index.files_read, work / "rejects")
-        run.repeated_files = list(files.repeated)
-        if files.incoming.files_read:
-            run.ingests.append(store.ingest(files.incoming))
     while outbox is not None and (received := outbox.receive(RECEIVED_ENTRIES)):
         run.ingests.append(store.ingest(received.incoming))
         run.unusable_entries += len(received.unusable)
@@ -88,6 +86,13 @@ def take_in(store: Store, config: JobConfig, outbox: Outbox | None, work: Path, 
             path = work / "rejects" / f"outbox-{store.index.ingests:06}.jsonl"
             write_whole(path, "".join(json.dumps(one) + "\n" for one in received.unusable).encode())
         outbox.acknowledge(received)
+        if len(received.entries) < RECEIVED_ENTRIES:
+            break
+    if config.data is not None:
+        files = new_files(config.data, store.index.files_read, work / "rejects")
+        run.repeated_files = list(files.repeated)
+        if files.incoming.files_read:
+            run.ingests.append(store.ingest(files.incoming))
 
 
 def retrain(
@@ -143,11 +148,19 @@ def _carry_out(
     current = current_bundle(registry)
     run.current = None if current is None else current.manifest.version
     learned = 0 if current is None else int(current.manifest.training.get("ingest", 0))
-    run.window = look(store, learned, now)
+    without = tuple(config.retrain.without_users)
+    run.window = look(store, learned, now, without)
     run.seconds["taking in"] = time.monotonic() - clock
     report.stage(f"{run.window.events:,} new events beside {run.window.earlier_events:,}")
     if run.window.events < config.retrain.limits.min_events:
         run.reason = f"{run.window.events:,} new events; at least {config.retrain.limits.min_events:,} are waited for"
+        return
+    held = _rolled_back_ingest(registry)
+    if held > learned and (newer := num_events_after(store, held, without)) < config.retrain.limits.min_events:
+        run.reason = (
+            f"the model that learned all but {newer:,} of the new events was rolled back; at least"
+            f" {config.retrain.limits.min_events:,} newer ones are waited for before another learns them"
+        )
         return
     run.checks = check(run.window, config.retrain.limits)
     if failed := [one for one in run.checks if not one.is_met]:
@@ -203,7 +216,12 @@ def _carry_out(
             return
     run.outcome, run.bundle = "published", bundle.name
     reports.announce(run, work)
-    registries.publish(registry, bundle.name)
+    try:
+        registries.publish_after(registry, bundle.name, run.current)
+    except registries.RegistryChanged as error:
+        shutil.rmtree(bundle)
+        run.outcome, run.bundle, run.reason = "refused", None, f"{error}; run the job again to be judged beside it"
+        return
     registries.prune(registry, config.retrain.keep)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -212,6 +230,14 @@ def current_bundle(registry: Path) -> Bundle | None:
     """The registry's current bundle; None where nothing was published yet."""
     index = registries.read_index(registry)
     return None if index is None else open_bundle(registry / index.current)
+
+
+def _rolled_back_ingest(registry: Path) -> int:
+    """Number of the last ingest that the bundle had learned from which somebody rolled back; 0: there is none."""
+    index = registries.read_index(registry)
+    if index is None or index.rolled_back is None or not (registry / index.rolled_back).is_dir():
+        return 0
+    return int(open_bundle(registry / index.rolled_back).manifest.training.get("ingest", 0))
 
 
 def _judged(
@@ -231,7 +257,8 @@ def _judged(
     most = window.events if window.earlier_events else window.events // 2
     num_events = min(config.retrain.judged_events, most)
     while True:
-        cut = Cut(learned, slice_begin(store, learned, num_events), tuple(config.retrain.without_users))
+        without = tuple(config.retrain.without_users)
+        cut = Cut(learned, slice_begin(store, learned, num_events, without), without)
         clock = time.monotonic()
         report.stage(f"training a candidate without the last {num_events:,} of the new events")
         candidate = train_candidate(config, store, catalog, facts, cut, current, folder / f"{num_events}", report)

@@ -60,11 +60,12 @@ def grown_catalog(store: Store, known: Catalog | None) -> Catalog:
     return Catalog.from_ids(ids) if known is None else known.grow(ids)
 
 
-def slice_begin(store: Store, learned: int, num_events: int) -> float:
+def slice_begin(store: Store, learned: int, num_events: int, without_users: Sequence[str] = ()) -> float:
     """The moment from which on there are at least so many new events, or all: seconds since 1970."""
     newest = np.empty(0)
     for number in range(NUM_BUCKETS):
-        new = store.bucket(number).filter((pl.col("ingest") > learned) & (pl.col("weight") > 0))["timestamp"]
+        events = store.bucket(number).filter(~pl.col("user_id").is_in(without_users))
+        new = events.filter((pl.col("ingest") > learned) & (pl.col("weight") > 0))["timestamp"]
         newest = np.sort(np.concatenate([newest, new.to_numpy()]))[-num_events:]
     return float(newest[0]) if len(newest) else math.inf
 

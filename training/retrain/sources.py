@@ -73,7 +73,7 @@ def _blocks_of_files(config: DataConfig, files: Mapping[str, Path], rejects: Pat
     for digest, file in files.items():
         reading = Reading()
         of_file = config.model_copy(update={"path": file, "rejects": rejects / f"{file.name}.jsonl"})
-        for events in read_blocks(of_file, reading):
+        for events in read_blocks(of_file, reading, may_be_empty=True):
             if events["timestamp"].is_nan().any():
                 raise DataError(
                     f"{file} has no timestamps, without which nobody can tell what is new; name the column with"
@@ -169,12 +169,10 @@ class Outbox:
             stream = outbox_stream(number)
             if left <= 0 or not self._client.exists(stream):
                 continue
-            self._join(stream)
             # From the start on what is pending, then what nobody has received.
             begin = b"0"
             while left > 0:
-                reply = self._client.xreadgroup(GROUP, GROUP, {stream: begin}, count=min(left, READ_ENTRIES))
-                entries = _of_one_stream(reply)
+                entries = self._read_group(stream, begin, min(left, READ_ENTRIES))
                 if entries:
                     left -= len(entries)
                     yield from ((stream, id, fields) for id, fields in entries)
@@ -184,12 +182,19 @@ class Outbox:
                 else:
                     begin = b">"
 
-    def _join(self, stream: str) -> None:
+    def _read_group(self, stream: str, begin: bytes, most: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Entries of one stream, by the group, which is made where it is not there yet.
+
+        Made only then: a server whose memory is full refuses to make one, and this job is who empties it.
+        """
         try:
-            self._client.xgroup_create(stream, GROUP, id="0")
+            reply = self._client.xreadgroup(GROUP, GROUP, {stream: begin}, count=most)
         except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
+            if not str(error).startswith("NOGROUP"):
                 raise
+            self._client.xgroup_create(stream, GROUP, id="0")
+            reply = self._client.xreadgroup(GROUP, GROUP, {stream: begin}, count=most)
+        return _of_one_stream(reply)
 
     def _unreachable(self, error: RedisError) -> DataError:
         return DataError(

@@ -16,6 +16,7 @@ up to `MERGE_MEMORY_S` later.
 
 import hashlib
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,9 +156,7 @@ class Store:
             user_hash(user_id): max(time, before.erased.get(user_hash(user_id), time))
             for user_id, time in incoming.erasures.items()
         }
-        known = (*before.merges, *incoming.merges)
-        oldest = max((merge.timestamp for merge in known), default=0.0) - MERGE_MEMORY_S
-        merges = tuple(merge for merge in known if merge.timestamp > oldest)
+        merges = (*before.merges, *incoming.merges)
         left = arrivals.move_sessions(merges, self.bucket)
 
         touched = left | arrivals.buckets() | {bucket_of(user_id) for user_id in incoming.erasures}
@@ -181,7 +180,7 @@ class Store:
             rows=rows,
             files_read={**before.files_read, **incoming.files_read},
             erased=erased,
-            merges=merges,
+            merges=_recent(merges),
         )
         write_whole(self.folder / INDEX, index.model_dump_json(indent=1).encode() + b"\n")
         self.index = index
@@ -310,6 +309,14 @@ def _is_erased(events: pl.DataFrame, erased: Mapping[str, float]) -> pl.Series:
     known = users.with_columns(erased_at=pl.Series(times, dtype=pl.Float64()))
     dated = events.select("user_id", "timestamp").join(known, on="user_id", how="left", maintain_order="left")
     return (dated["timestamp"] <= dated["erased_at"]).fill_null(False)
+
+
+def _recent(merges: Sequence[Merge]) -> tuple[Merge, ...]:
+    """The merges whose sessions may still have events on their way. All are carried out once, however old they are."""
+    newest = max((merge.timestamp for merge in merges), default=0.0)
+    # A clock that is ahead would make all others old.
+    oldest = min(newest, time.time()) - MERGE_MEMORY_S
+    return tuple(merge for merge in merges if merge.timestamp > oldest)
 
 
 def _each_once(events: pl.DataFrame) -> pl.DataFrame:

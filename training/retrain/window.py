@@ -4,6 +4,7 @@ A check that fails stops the job before anything is trained. It says what was fo
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import polars as pl
 from pydantic import BaseModel, ConfigDict, Field
 
-from training.retrain.store import NUM_BUCKETS, Store
+from training.retrain.store import NUM_BUCKETS, SESSION, Store
 
 DAY_S = 86_400
 REFERENCE_DAYS = 28
@@ -90,23 +91,26 @@ class Window:
         return {key: value for key, value in asdict(self).items() if value == value}
 
 
-def look(store: Store, learned: int, now: float) -> Window:
+def look(store: Store, learned: int, now: float, without_users: Sequence[str] = ()) -> Window:
     """Look at the events of the ingests after `learned`; those of weight 0 count too.
 
     Args:
         store: the log. One bucket at a time is in memory, and counts by user, item and day.
         learned: number of the last ingest that the current model has learned; 0: none.
         now: seconds since 1970.
+        without_users: whose events do not count.
     """
     counts = {key: _no_counts(key) for key in ("user_id", "item_id", "day", "source")}
     first, last, learned_until = math.inf, -math.inf, -math.inf
     for number in range(NUM_BUCKETS):
-        events = store.bucket(number).with_columns(
+        events = _bucket(store, number, without_users).with_columns(
             new=pl.col("ingest") > learned, day=(pl.col("timestamp") // DAY_S).cast(pl.Int64())
         )
         for key, so_far in counts.items():
             counts[key] = _added(so_far, events, key)
-        new, earlier = events.filter("new")["timestamp"], events.filter(~pl.col("new"))["timestamp"]
+        # One event that a wrong clock dated years ahead would make all that follow late.
+        known = ~pl.col("new") & (pl.col("timestamp") <= now + DAY_S)
+        new, earlier = events.filter("new")["timestamp"], events.filter(known)["timestamp"]
         if len(new):
             first, last = min(first, float(new.min())), max(last, float(new.max()))  # type: ignore[arg-type]
         if len(earlier):
@@ -122,7 +126,8 @@ def look(store: Store, learned: int, now: float) -> Window:
     if num_new == 0:
         return window
     future, late = (
-        _num_between(store, learned, *bounds) for bounds in ((now + DAY_S, math.inf), (-math.inf, learned_until))
+        _num_between(store, learned, without_users, *bounds)
+        for bounds in ((now + DAY_S, math.inf), (-math.inf, learned_until))
     )
     busiest = users.sort("new", "user_id", descending=[True, False]).row(0, named=True)
     return replace(
@@ -131,17 +136,24 @@ def look(store: Store, learned: int, now: float) -> Window:
         items=int((items["new"] > 0).sum()),
         first=first,
         last=last,
-        new_user_share=_share_of_the_new(users),
+        # A session is new by its nature.
+        new_user_share=_share_of_the_new(users.filter(~pl.col("user_id").str.starts_with(SESSION))),
         new_item_share=_share_of_the_new(items),
         busiest_user=busiest["user_id"],
         busiest_user_share=busiest["new"] / num_new,
         psi=stability_index(items["earlier"].to_numpy(), items["new"].to_numpy()),
-        events_per_day=float(counts["day"].filter(pl.col("new") > 0)["new"].mean()),  # type: ignore[arg-type]
+        events_per_day=_a_day(counts["day"], learned_until),
         usual_events_per_day=_usual(counts["day"]),
         by_source=dict(counts["source"].filter(pl.col("new") > 0).sort("source").select("source", "new").iter_rows()),
         future_share=future / num_new,
         late_share=late / num_new,
     )
+
+
+def num_events_after(store: Store, learned: int, without_users: Sequence[str] = ()) -> int:
+    """Events of the ingests after `learned`."""
+    parts = (_bucket(store, number, without_users)["ingest"] for number in range(NUM_BUCKETS))
+    return sum(int((part > learned).sum()) for part in parts)
 
 
 def check(window: Window, limits: Limits) -> list[Check]:
@@ -158,8 +170,8 @@ def check(window: Window, limits: Limits) -> list[Check]:
             "future",
             window.future_share,
             limits.max_future_share,
-            "a clock is ahead, or seconds and milliseconds were mixed up: mend the source and forget this ingest, or"
-            " raise retrain.limits.max_future_share",
+            "a clock is ahead, or seconds and milliseconds were mixed up: mend the source, restore the job's log from"
+            " before it, or raise retrain.limits.max_future_share",
         ),
     ]
     if window.earlier_events:
@@ -240,18 +252,32 @@ def _added(so_far: pl.DataFrame, events: pl.DataFrame, key: str) -> pl.DataFrame
     return pl.concat([so_far, counts]).group_by(key).sum()
 
 
-def _num_between(store: Store, learned: int, begin: float, end: float) -> int:
+def _bucket(store: Store, number: int, without_users: Sequence[str]) -> pl.DataFrame:
+    return store.bucket(number).filter(~pl.col("user_id").is_in(without_users))
+
+
+def _num_between(store: Store, learned: int, without_users: Sequence[str], begin: float, end: float) -> int:
     """New events dated after `begin` and before `end`."""
     found = 0
     for number in range(NUM_BUCKETS):
-        new = store.bucket(number).filter(pl.col("ingest") > learned)["timestamp"]
+        new = _bucket(store, number, without_users).filter(pl.col("ingest") > learned)["timestamp"]
         found += int(((new > begin) & (new < end)).sum())
     return found
 
 
 def _share_of_the_new(counts: pl.DataFrame) -> float:
-    """Share of the new events that are on keys without earlier ones."""
-    return int(counts.filter(pl.col("earlier") == 0)["new"].sum()) / int(counts["new"].sum())
+    """Share of the new events that are on keys without earlier ones; 0 where there are no new events."""
+    return int(counts.filter(pl.col("earlier") == 0)["new"].sum()) / max(int(counts["new"].sum()), 1)
+
+
+def _a_day(days: pl.DataFrame, learned_until: float) -> float:
+    """New events on a day that has some: of the days since the last earlier event, if any of them has.
+
+    A few events that came late, each on a day of its own, would be as many days on which hardly anything happened.
+    """
+    new = days.filter(pl.col("new") > 0)
+    since = new.filter(pl.col("day") >= learned_until // DAY_S) if math.isfinite(learned_until) else new
+    return float((since if len(since) else new)["new"].mean())  # type: ignore[arg-type]
 
 
 def _usual(days: pl.DataFrame) -> float:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,49 @@ def test_a_night_without_events_publishes_nothing(two_nights: tuple[Path, Run, R
     assert (third.outcome, EXIT_STATUS[third.outcome]) == ("nothing new", 4)
     assert sorted(third.repeated_files) == ["monday.csv", "tuesday.csv"]
     assert registries.read_index(folder / "registry").current == second.bundle  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def copy(two_nights: tuple[Path, Run, Run], tmp_path: Path) -> Path:
+    """The two nights, to go on from otherwise."""
+    for name in ("in", "work", "registry"):
+        shutil.copytree(two_nights[0] / name, tmp_path / name, symlinks=True)
+    return tmp_path
+
+
+def test_what_was_rolled_back_is_not_learned_again_the_next_night(copy: Path) -> None:
+    first = registries.roll_back(copy / "registry").current
+
+    held = run(copy)
+
+    assert held.outcome == "nothing new"
+    assert "was rolled back; at least 200 newer ones are waited for" in held.reason
+    assert registries.read_index(copy / "registry").current == first  # type: ignore[union-attr]
+    walks(copy / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3)
+    again = run(copy)
+    assert (again.outcome, again.current) == ("published", first), again.reason
+    assert registries.read_index(copy / "registry").rolled_back is None  # type: ignore[union-attr]
+
+
+def test_a_rollback_while_the_job_runs_stays(copy: Path) -> None:
+    walks(copy / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3)
+
+    class RollsBack(Recorder):
+        def stage(self, message: str) -> None:
+            super().stage(message)
+            if message.startswith("exporting to ONNX"):
+                registries.roll_back(copy / "registry")
+
+    settings = config(copy / "in")
+    ended = retrain(settings, copy / "work", copy / "registry", None, RollsBack(), ["bft-train"], now=NOW)
+
+    assert (ended.outcome, ended.bundle) == ("refused", None)
+    assert "run the job again" in ended.reason
+    index = registries.read_index(copy / "registry")
+    assert index is not None
+    assert (index.current, index.previous) == (index.history[0], ended.current)
+    assert {path.name for path in (copy / "registry").iterdir() if path.is_dir()} >= {index.current, ended.current}
+    assert len(list((copy / "registry").glob("*/manifest.json"))) == 2 + 1, "the two and the link"
 
 
 def test_shuffled_events_are_refused_and_named(two_nights: tuple[Path, Run, Run]) -> None:

@@ -1,7 +1,9 @@
 """Where events come from: each file once, and the service's own outbox, which is emptied only by what is stored."""
 
 import asyncio
+import itertools
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from service.states.scripts import all_outbox_keys
 from tests.service.valkey import valkey, valkey_cluster, valkey_cluster_url, valkey_url
 from training.events import DataConfig
 from training.retrain import sources
+from training.retrain.config import JobConfig
+from training.retrain.job import take_in
+from training.retrain.run import Run
 from training.retrain.sources import Outbox, new_files, outbox_stream
 from training.retrain.store import EVENT_SCHEMA, NUM_BUCKETS, SESSION, Store
 from training.tables import DataError
@@ -227,6 +232,71 @@ def test_an_entry_that_says_nothing_is_told_and_taken_off(valkey_url: str, tmp_p
         "kind is 'riddle'; known: event, merge, erase",
     ]
     assert received.unusable[0]["stream"] == outbox_stream(3)
+
+
+def test_a_server_whose_memory_is_full_is_emptied(valkey_url: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    serve(valkey_url, False, lambda states: states.append(USER, [event("a", 5.0)]))
+    emptied_into(store, valkey_url)  # an earlier night has made the group
+    serve(valkey_url, False, lambda states: states.append(USER, [event("b", 6.0)]))
+    with redis.Redis.from_url(valkey_url) as client:
+        client.config_set("maxmemory", 1)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.set("anything", 1)
+        try:
+            assert emptied_into(store, valkey_url) == [(1, 1, 0)]
+        finally:
+            client.config_set("maxmemory", 0)
+
+
+def test_the_night_ends_while_the_service_takes_events(valkey_url: str, tmp_path: Path) -> None:
+    done, store, night = threading.Event(), Store(tmp_path / "log"), Run(begun="now")
+
+    def click() -> None:
+        fields = {"kind": "event", "user_id": "u", "timestamp_ms": "1000", "weight": "1"}
+        with redis.Redis.from_url(valkey_url) as client:
+            for number in itertools.count():
+                if done.is_set():
+                    break
+                client.xadd(outbox_stream(number % 256), fields | {"item_id": f"i{number}"})
+
+    clicking = threading.Thread(target=click)
+    clicking.start()
+    try:
+        with Outbox(valkey_url) as outbox:
+            while not (store.index.rows or done.wait(0.01)):
+                take_in(store, JobConfig(), outbox, tmp_path, night)
+    finally:
+        done.set()
+        clicking.join()
+
+    assert len(night.ingests) <= 2, "one, or a first that was too early"
+    with redis.Redis.from_url(valkey_url) as client:
+        client.flushall()
+
+
+def test_a_file_of_a_day_on_which_nothing_happened_is_read_and_adds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "monday.csv", "u,a,1\n")
+    write(tmp_path / "in" / "tuesday.csv", "")
+    found = new_files(DataConfig(path=tmp_path / "in"), {}, tmp_path / "rejects")
+
+    ingest = Store(tmp_path / "log").ingest(found.incoming)
+
+    assert (ingest.read, ingest.new) == (1, 1)
+    assert sorted(found.incoming.files_read.values()) == ["monday.csv", "tuesday.csv"]
+
+
+def test_the_outbox_is_emptied_although_a_file_cannot_be_read(valkey_url: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "README.md").write_text("what lies here")
+    store, settings = Store(tmp_path / "log"), JobConfig(data=DataConfig(path=tmp_path / "in"))
+    serve(valkey_url, False, lambda states: states.append(USER, [event("a", 5.0)]))
+
+    with Outbox(valkey_url) as outbox, pytest.raises(DataError, match=r"README\.md"):
+        take_in(store, settings, outbox, tmp_path, Run(begun="now"))
+
+    assert [row[1] for row in rows_of(Store(tmp_path / "log"))] == ["a"]
 
 
 def test_a_server_that_is_down_is_named_without_its_password() -> None:

@@ -1,6 +1,7 @@
 """The job's log: each event once, whole after a kill, without whom it has to forget."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,30 @@ def test_a_merged_session_s_events_are_the_user_s(tmp_path: Path) -> None:
     assert store.index.rows == 5
 
 
+def test_merges_that_waited_for_days_are_carried_out(tmp_path: Path) -> None:
+    store, day = Store(tmp_path), 86_400.0
+    rows = [(SESSION + session, "a", 1.0, None) for session in ("friday", "monday")]
+    merges = [
+        Merge(session_id="friday", user_id="u", timestamp=20 * day),
+        Merge(session_id="monday", user_id="v", timestamp=23 * day),
+    ]
+
+    store.ingest(incoming(rows, merges=merges))
+
+    assert sorted(row[0] for row in stored(store)) == ["u", "v"]
+    assert [merge.session_id for merge in store.index.merges] == ["monday"], "the other one's events are all there"
+
+
+def test_a_merge_that_a_wrong_clock_dated_ahead_makes_no_other_old(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    ahead = Merge(session_id="s", user_id="u", timestamp=time.time() + 400 * 86_400)
+    merge = Merge(session_id="t", user_id="v", timestamp=time.time())
+
+    store.ingest(Incoming(merges=[ahead, merge]))
+
+    assert store.index.merges == (ahead, merge)
+
+
 def test_a_session_that_was_merged_twice_goes_to_each_user_with_what_it_had_then(tmp_path: Path) -> None:
     store = Store(tmp_path)
     merges = [Merge(session_id="s", user_id="v", timestamp=20.0), Merge(session_id="s", user_id="u", timestamp=10.0)]
@@ -188,8 +213,8 @@ def test_the_log_is_that_of_a_loop(tmp_path_factory: pytest.TempPathFactory, ing
     for rows, erasures in ingests:
         counted = store.ingest(incoming(rows, erasures=erasures))
         assert counted.read == counted.new + counted.duplicates + counted.of_erased
-        for user, time in erasures.items():
-            erased[user] = max(time, erased.get(user, time))
+        for user, moment in erasures.items():
+            erased[user] = max(moment, erased.get(user, moment))
         expected = {key: row for key, row in expected.items() if row[2] > erased.get(row[0], 0.0)}
         for row in rows:
             if row[2] > erased.get(row[0], 0.0):

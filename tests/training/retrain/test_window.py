@@ -8,8 +8,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from training.retrain.store import EVENT_SCHEMA, Incoming, Store
-from training.retrain.window import DAY_S, Limits, Window, check, look, stability_index
+from training.retrain.store import EVENT_SCHEMA, SESSION, Incoming, Store
+from training.retrain.window import DAY_S, Limits, Window, check, look, num_events_after, stability_index
 
 NOW = 100 * DAY_S
 
@@ -64,8 +64,8 @@ def test_a_window_is_what_came_after_what_was_learned(tmp_path: Path) -> None:
     assert (window.first, window.last, window.learned_until) == (2.5 * DAY_S, 5.5 * DAY_S, 3.0 * DAY_S)
     assert (window.new_user_share, window.new_item_share, window.late_share) == (0.25, 0.25, 0.25)
     assert (window.busiest_user, window.busiest_user_share) == ("u", 0.75)
-    # One event on days 2 and 4, two on day 5; one a day before.
-    assert window.events_per_day == pytest.approx(4 / 3)
+    # One event on day 4, two on day 5, after what was learned; one a day before.
+    assert window.events_per_day == pytest.approx(3 / 2)
     assert window.usual_events_per_day == 1.0
     assert window.by_source == {"part 1": 4}
 
@@ -120,6 +120,43 @@ def test_the_volume_of_a_day_is_held_against_the_usual_one(num_events: int, is_m
     found = {one.name: one for one in check(look(store, learned=1, now=NOW), Limits())}
 
     assert found["volume"].is_met == is_met
+
+
+def test_a_few_late_events_are_no_days_on_which_nothing_happened(tmp_path: Path) -> None:
+    late = [(f"u{day}", "i1", float(day)) for day in range(1, 38, 3)]
+    store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(200, 40, 2, seed=1), *late])
+
+    window = look(store, learned=1, now=NOW)
+
+    assert window.events_per_day == 100
+    assert "volume" not in failed(window)
+
+
+def test_sessions_are_no_new_users(tmp_path: Path) -> None:
+    visits = [(f"{SESSION}{number}", f"i{number % 40}", 45.0) for number in range(12_000)]
+    store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(1000, 40, 10, seed=1), *visits])
+
+    assert "new_users" not in failed(look(store, learned=1, now=NOW))
+
+
+def test_an_event_of_the_future_that_was_learned_makes_no_other_late(tmp_path: Path) -> None:
+    store = log(tmp_path, [*ordinary(4000, 0, 40), ("u1", "i1", 9000.0)], ordinary(1000, 40, 10, seed=1))
+
+    window = look(store, learned=1, now=NOW)
+
+    assert window.late_share == 0
+    assert failed(window) == []
+
+
+def test_a_user_who_is_left_out_counts_nowhere(tmp_path: Path) -> None:
+    store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(1000, 40, 10, seed=1), *POISON["busiest_user"]])
+
+    window = look(store, learned=1, now=NOW, without_users=["bot"])
+
+    assert window.events == 1000
+    assert failed(window) == []
+    assert num_events_after(store, 1, ["bot"]) == 1000
+    assert num_events_after(store, 1) == 1120
 
 
 def test_the_stability_index_is_that_of_the_formula() -> None:
