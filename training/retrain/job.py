@@ -45,6 +45,7 @@ from training.retrain.sources import Outbox, new_files
 from training.retrain.store import NUM_BUCKETS, Store
 from training.retrain.window import Window, check, look, num_events_after
 from training.study import strata
+from training.tables import DataError
 
 RECEIVED_ENTRIES = 1_000_000
 """Of the outbox, taken into the log at a time."""
@@ -144,10 +145,15 @@ def _carry_out(
     clock = time.monotonic()
     store = Store(work / "log")
     report.stage("taking in new events")
+    num_erased = len(store.index.erased)
     take_in(store, config, outbox, work, run)
+    if len(store.index.erased) > num_erased:
+        # What unfinished runs have cut from the log holds whom it has to forget.
+        shutil.rmtree(work / "runs", ignore_errors=True)
     current = current_bundle(registry)
     run.current = None if current is None else current.manifest.version
     learned = 0 if current is None else int(current.manifest.training.get("ingest", 0))
+    _require_one_job(work, registry, store, learned, current)
     without = tuple(config.retrain.without_users)
     run.window = look(store, learned, now, without)
     run.seconds["taking in"] = time.monotonic() - clock
@@ -230,6 +236,25 @@ def current_bundle(registry: Path) -> Bundle | None:
     """The registry's current bundle; None where nothing was published yet."""
     index = registries.read_index(registry)
     return None if index is None else open_bundle(registry / index.current)
+
+
+def _require_one_job(work: Path, registry: Path, store: Store, learned: int, current: Bundle | None) -> None:
+    """That log and registry belong together.
+
+    Raises:
+        DataError: they cannot: another log was learned, or the registry is empty where this job has published.
+    """
+    if learned > store.index.ingests:
+        raise DataError(
+            f"{registry}: the current bundle learned from {learned} ingests, the log in {work} has"
+            f" {store.index.ingests}: it is another one, or an older copy of it. Give the --work folder of the job that"
+            " published the bundle; or, to start anew, an empty --work and another --registry"
+        )
+    if current is None and reports.has_published(work):
+        raise DataError(
+            f"{registry}: nothing was published here, though the job of {work} has published: is the folder mounted,"
+            " and the right one? To start anew, give an empty --work"
+        )
 
 
 def _rolled_back_ingest(registry: Path) -> int:

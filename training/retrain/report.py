@@ -70,6 +70,12 @@ def keep_announced(work: Path, registry: Path) -> None:
     shutil.rmtree(work / ANNOUNCED, ignore_errors=True)
 
 
+def has_published(work: Path) -> bool:
+    """Whether the reports tell of a publication."""
+    records = (json.loads(path.read_bytes()) for path in (work / REPORTS).glob("*.json"))
+    return any(record["outcome"] == "published" for record in records)
+
+
 def _stem(run: Run) -> str:
     return run.begun.replace(":", "-").replace("+00-00", "Z")
 

@@ -4,8 +4,9 @@
      learned, but for the last event    each one a target, from all that its user did before it
      of some users: validation
 
-Neither the candidate nor the current model has learned an event of the slice. What came since the current model learned
-and is dated before the cut is learned by the candidate.
+An event validates that the current model has not learned, since a candidate may begin with that model's weights; where
+too few are like that, any. Neither the candidate nor the current model has learned an event of the slice. What came
+since the current model learned and is dated before the cut is learned by the candidate.
 
 U users
 """
@@ -30,6 +31,8 @@ SHARD_EVENTS = 2**20
 MAX_VALIDATION_USERS = 2_000
 MAX_VALIDATION_SHARE = 0.5
 """Of the users, at most so many give their last earlier event to validation."""
+LEAST_VALIDATION_USERS = 100
+"""With a new event before the cut; of fewer there would be too little to choose an epoch and to calibrate by."""
 MAX_JUDGED_USERS = 20_000
 MAX_TARGETS = 10
 """Of a user, the first ones in the slice."""
@@ -90,8 +93,8 @@ def split_at(store: Store, catalog: Catalog, cut: Cut, folder: Path) -> tuple[Ca
     pieces = users = events = 0
     for shard in _shards(store, cut):
         histories = to_histories(shard, catalog)
-        in_slice = _in_slice(shard, cut)
-        learned, of_validation, of_slice = _divide(histories, in_slice, shares)
+        may_validate = np.ones(len(shard), bool) if shares.by_any else _is_new(shard, cut)
+        learned, of_validation, of_slice = _divide(histories, _in_slice(shard, cut), may_validate, shares)
         validation.append(of_validation)
         test.append(of_slice)
         counts += training_counts(learned, len(catalog))
@@ -109,23 +112,35 @@ def split_at(store: Store, catalog: Catalog, cut: Cut, folder: Path) -> tuple[Ca
 
 @dataclass(frozen=True)
 class _Shares:
-    """Which users are asked: those whose place, a hash of the id, is below a share."""
+    """Which users are asked: those whose place, a hash of the id, is below a share.
+
+    `by_any`: an event that the current model has learned may validate too.
+    """
 
     validation: float
     judged: float
+    by_any: bool
 
     @classmethod
     def of(cls, store: Store, cut: Cut) -> "_Shares":
-        users = users_in_slice = 0
+        users = users_in_slice = users_with_new = 0
         for number in range(NUM_BUCKETS):
             events = store.bucket(number)
+            in_slice = _in_slice(events, cut)
             users += events["user_id"].n_unique()
-            users_in_slice += events.filter(pl.Series(_in_slice(events, cut)))["user_id"].n_unique()
-        share = min(MAX_VALIDATION_SHARE, MAX_VALIDATION_USERS / max(users, 1))
+            users_in_slice += events.filter(in_slice)["user_id"].n_unique()
+            users_with_new += events.filter(_is_new(events, cut) & ~in_slice)["user_id"].n_unique()
+        by_any = users_with_new < LEAST_VALIDATION_USERS
+        share = min(MAX_VALIDATION_SHARE, MAX_VALIDATION_USERS / max(users if by_any else users_with_new, 1))
         return cls(
             validation=share if math.isfinite(cut.begin) else 0.0,
             judged=min(1.0, MAX_JUDGED_USERS / max(users_in_slice, 1)),
+            by_any=by_any,
         )
+
+
+def _is_new(events: pl.DataFrame, cut: Cut) -> np.ndarray:
+    return (events["ingest"] > cut.learned).to_numpy()
 
 
 def _in_slice(events: pl.DataFrame, cut: Cut) -> np.ndarray:
@@ -142,7 +157,9 @@ def _shards(store: Store, cut: Cut) -> Iterator[pl.DataFrame]:
             gathered = []
 
 
-def _divide(histories: Histories, in_slice_E: np.ndarray, shares: _Shares) -> tuple[Histories, Targets, Targets]:
+def _divide(
+    histories: Histories, in_slice_E: np.ndarray, may_validate_E: np.ndarray, shares: _Shares
+) -> tuple[Histories, Targets, Targets]:
     """What is learned of some users, the validation targets, and the targets of the slice.
 
     Events of a user in the slice come last, but for late ones, which the user's later history holds and nobody is asked
@@ -163,7 +180,8 @@ def _divide(histories: Histories, in_slice_E: np.ndarray, shares: _Shares) -> tu
         if places[user] < shares.judged:
             judged += [(user, begin + event) for event in np.flatnonzero(possible[begin:end])[:MAX_TARGETS]]
         earlier = np.flatnonzero(possible[start:begin])
-        if places[user] < shares.validation and len(earlier) >= 2:
+        is_asked = places[user] < shares.validation and len(earlier) >= 2
+        if is_asked and may_validate_E[start + earlier[-1]]:
             learned_ends[user] = start + earlier[-1]
             validation.append((user, start + earlier[-1]))
     learned = histories.prefixes(np.arange(len(histories)), learned_ends)

@@ -9,12 +9,13 @@ under new names, and then the index. Files that the index does not name are a ki
 An event that has an `event_id` is known by user and that, any other by user, item and time. Of two that are alike the
 first to come is kept: a file that is sent twice, a queue's entry that is delivered twice, add nothing.
 
-An erased user's events dated up to the erasure are dropped, now and whenever they come again; of the user only a hash
-is remembered. The events that an anonymous session had up to its merge into a user are the user's, those too that come
-up to `MERGE_MEMORY_S` later.
+An erased user's events that are there when the erasure comes, whatever their date, and those dated up to it are
+dropped, now and whenever they come again; of the user only a hash is remembered. The events that an anonymous session
+had up to its merge into a user are the user's, those too that come up to `MERGE_MEMORY_S` later.
 """
 
 import hashlib
+import math
 import shutil
 import time
 import zlib
@@ -156,6 +157,12 @@ class Store:
             user_hash(user_id): max(time, before.erased.get(user_hash(user_id), time))
             for user_id, time in incoming.erasures.items()
         }
+        # One that came before, after a kill for one, is over: what came since is the new user's.
+        forgotten = [
+            user_id
+            for user_id, time in incoming.erasures.items()
+            if time > before.erased.get(user_hash(user_id), -math.inf)
+        ]
         merges = (*before.merges, *incoming.merges)
         left = arrivals.move_sessions(merges, self.bucket)
 
@@ -165,7 +172,8 @@ class Store:
             stored, arrived = self.bucket(bucket), arrivals.of_bucket(bucket)
             both = pl.concat([stored, arrived])
             both = both.filter(_merged_into(both, merges).is_null())
-            gone = _is_erased(both, erased)
+            # What came earlier came before the erasure, however a clock dated it.
+            gone = _is_erased(both, erased) | (both["user_id"].is_in(forgotten) & (both["ingest"] < number))
             arrived_gone = int((gone & (both["ingest"] == number)).sum())
             of_erased, removed = of_erased + arrived_gone, removed + int(gone.sum()) - arrived_gone
             merged = _each_once(both.filter(~gone)).sort("user_id", "timestamp", maintain_order=True)
@@ -180,7 +188,7 @@ class Store:
             rows=rows,
             files_read={**before.files_read, **incoming.files_read},
             erased=erased,
-            merges=_recent(merges),
+            merges=_recent([merge for merge in merges if merge.user_id not in forgotten]),
         )
         write_whole(self.folder / INDEX, index.model_dump_json(indent=1).encode() + b"\n")
         self.index = index

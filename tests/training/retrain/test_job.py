@@ -20,6 +20,7 @@ from training.retrain.job import JobLocked, retrain
 from training.retrain.report import to_json, to_markdown
 from training.retrain.run import EXIT_STATUS, Run
 from training.retrain.store import Store
+from training.tables import DataError
 
 NUM_ITEMS = 30
 DAY_S = 86_400.0
@@ -140,6 +141,18 @@ def test_what_was_rolled_back_is_not_learned_again_the_next_night(copy: Path) ->
     again = run(copy)
     assert (again.outcome, again.current) == ("published", first), again.reason
     assert registries.read_index(copy / "registry").rolled_back is None  # type: ignore[union-attr]
+
+
+def test_a_log_and_a_registry_that_do_not_belong_together_are_refused(copy: Path) -> None:
+    (copy / "registry").rename(copy / "elsewhere")
+    with pytest.raises(DataError, match=r"nothing was published here, though the job of .* has published"):
+        run(copy)
+
+    (copy / "elsewhere").rename(copy / "registry")
+    shutil.rmtree(copy / "work")
+    (copy / "in" / "tuesday.csv").unlink()
+    with pytest.raises(DataError, match=r"learned from 2 ingests, the log in .* has 1"):
+        run(copy)
 
 
 def test_a_rollback_while_the_job_runs_stays(copy: Path) -> None:

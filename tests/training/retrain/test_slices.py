@@ -62,9 +62,9 @@ LATER = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(LATER, LATER, st.sampled_from([4.0, 8.0, math.inf]))
+@given(LATER, LATER, st.sampled_from([4.0, 8.0, math.inf]), st.sampled_from([0, 1, 2]))
 def test_the_cut_is_that_of_a_loop_over_users(
-    tmp_path_factory: pytest.TempPathFactory, first: list[Row], second: list[Row], begin: float
+    tmp_path_factory: pytest.TempPathFactory, first: list[Row], second: list[Row], begin: float, least: int
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")
     known = [(row[0], row[2]) for row in first]
@@ -73,12 +73,14 @@ def test_the_cut_is_that_of_a_loop_over_users(
     catalog = grown_catalog(store, None)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(slices, "MAX_VALIDATION_SHARE", 0.5)
+        patched.setattr(slices, "LEAST_VALIDATION_USERS", least)
         catalog, split = split_at(store, catalog, Cut(learned=1, begin=begin), folder / "shards")
 
     learned, validation, test = {}, [], []
+    with_new = {row[0] for row in second if row[2] < begin}
     for user in sorted({row[0] for row in first + second}):
-        events = [(*row, False) for row in first if row[0] == user]
-        events += [(*row, row[2] >= begin) for row in second if row[0] == user]
+        events = [(*row, False, False) for row in first if row[0] == user]
+        events += [(*row, row[2] >= begin, True) for row in second if row[0] == user]
         events.sort(key=lambda row: row[2])
         num_earlier = max((number + 1 for number, event in enumerate(events) if not event[4]), default=0)
         earlier, later = events[:num_earlier], events[num_earlier:]
@@ -86,7 +88,8 @@ def test_the_cut_is_that_of_a_loop_over_users(
         test += [(user, items[: num_earlier + n], event[1]) for n, event in enumerate(later) if event[3] > 0]
         weighted = [number for number, event in enumerate(earlier) if event[3] > 0]
         end = num_earlier
-        if math.isfinite(begin) and place_of(user) < 0.5 and len(weighted) >= 2:
+        may_validate = bool(weighted) and (len(with_new) < least or events[weighted[-1]][5])
+        if math.isfinite(begin) and place_of(user) < 0.5 and len(weighted) >= 2 and may_validate:
             end = weighted[-1]
             validation.append((user, items[:end], items[end]))
         learned[user] = items[:end]
