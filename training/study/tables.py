@@ -408,7 +408,7 @@ def sparsity_in_words(study: Study) -> dict[str, str]:
         ]
         kept = np.array([(sparse, relative) for sparse, relative in points if relative is not None])
         if len(kept) < 3 or np.ptp(kept, axis=0).min() == 0:
-            words[model] = f"{len(kept)} data sets that carry a claim say nothing of a trend with sparsity"
+            words[model] = f"too few data sets carry a claim ({len(kept)}) to tell a trend with sparsity"
             continue
         correlation = stats.spearmanr(*kept.T).statistic
         least = 2 / math.factorial(len(kept))
