@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -38,6 +38,11 @@ class RegistryIndex(BaseModel):
     history: tuple[Version, ...] = ()
     rolled_back: Version | None = None
     """What was current until the last rollback; None once another bundle was published."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the file has it: `rolled_back` where there is one."""
+        fields = self.model_dump(mode="json")
+        return fields if self.rolled_back else {name: value for name, value in fields.items() if name != "rolled_back"}
 
 
 class RegistryChanged(BundleError):
@@ -182,8 +187,7 @@ def _make_current(
 def _replace(registry: Path, index: RegistryIndex) -> RegistryIndex:
     staging = registry / f".{REGISTRY}.{os.getpid()}"
     with staging.open("w") as file:
-        absent = {"rolled_back"} if index.rolled_back is None else None
-        file.write(index.model_dump_json(indent=2, exclude=absent) + "\n")
+        file.write(json.dumps(index.to_json(), indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
     staging.replace(registry / REGISTRY)

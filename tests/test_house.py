@@ -28,7 +28,7 @@ from tests import readme
 from training.cli import app as train_app
 from training.config import load_config
 from training.retrain.config import JobConfig
-from training.retrain.job import EXIT_STATUS
+from training.retrain.run import EXIT_STATUS
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

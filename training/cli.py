@@ -716,9 +716,9 @@ def _replay_text(found: "Replay") -> str:
 
 
 def _print_index(index: registries.RegistryIndex, as_json: bool) -> None:
-    fields = index.model_dump(mode="json")
+    fields = index.to_json()
     text = "\n".join(
-        f"{key:9} {', '.join(value) if isinstance(value, list) else value}" for key, value in fields.items()
+        f"{key:11} {', '.join(value) if isinstance(value, list) else value}" for key, value in fields.items()
     )
     _print(fields if as_json else text, as_json)
 

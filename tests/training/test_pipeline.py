@@ -238,7 +238,7 @@ def test_a_refit_is_refused_where_there_are_no_validation_events_to_learn(overri
 def test_confidences_of_a_refitted_bundle_are_judged_with_what_was_fitted_before(refitted: Refitted) -> None:
     again = refitted.again
 
-    record = judge_bundle(again, refitted.config.data, "log", again, [again], again, 2, Recorder())
+    record = judge_bundle(again, refitted.config.data, "log", None, [again], None, 2, Recorder())
 
     assert record.lists.realised == pytest.approx(refitted.record["test"]["hr@10"])
     assert record.items.mean_confidence == pytest.approx(refitted.record["test"]["mean_confidence"], rel=1e-5)
@@ -256,7 +256,7 @@ def test_a_refitted_bundle_without_what_it_was_fitted_by_is_refused(refitted: Re
 
 def test_a_refitted_bundle_is_not_compared_with_one_that_is_not(refitted: Refitted) -> None:
     with pytest.raises(BundleError, match="one of them has learned the validation events, the other has not"):
-        judge_bundle(refitted.again, refitted.config.data, "log", refitted.fitted, [], None, 0, Recorder())
+        judge_bundle(refitted.again, refitted.config.data, "log", None, [refitted.fitted], None, 0, Recorder())
 
 
 # Failing and resuming
