@@ -39,10 +39,15 @@ def night(folder: Path, url: str) -> Run:
 
 
 def walk(generator: np.random.Generator) -> list[str]:
-    """Twelve steps around the ring of items, over the fresh one, which stands between the last and the first by now."""
+    """Twelve steps around the ring of items, over the fresh one, which stands between the last and the first by now.
+
+    Some steps stray, so that one epoch does not learn all that can be learned.
+    """
     ring = [*(f"item {number}" for number in range(NUM_ITEMS)), FRESH]
     start = int(generator.integers(NUM_ITEMS - 10, NUM_ITEMS))
-    return [ring[(start + step) % len(ring)] for step in range(12)]
+    strays = iter(generator.permutation(ring[12 : NUM_ITEMS - 10]).tolist())
+    steps = [ring[(start + step) % len(ring)] for step in range(12)]
+    return [next(strays) if item != FRESH and generator.random() < 0.25 else item for item in steps]
 
 
 def events(user_id: str, item_ids: list[str], begin: float) -> list[dict[str, Any]]:
