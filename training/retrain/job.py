@@ -145,9 +145,9 @@ def _carry_out(
     clock = time.monotonic()
     store = Store(work / "log")
     report.stage("taking in new events")
-    num_erased = len(store.index.erased)
+    erased = store.index.erased
     take_in(store, config, outbox, work, run)
-    if len(store.index.erased) > num_erased:
+    if store.index.erased != erased:
         # What unfinished runs have cut from the log holds whom it has to forget.
         shutil.rmtree(work / "runs", ignore_errors=True)
     current = current_bundle(registry)

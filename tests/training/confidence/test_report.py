@@ -55,7 +55,7 @@ def test_the_record_has_the_figures_that_training_found(judged: Path, trained: T
     assert found.models["served"] == open_bundle(registry.resolve(trained.registry)).manifest.version
 
 
-def test_a_system_that_is_the_served_model_differs_in_nothing(judged: Path) -> None:
+def test_an_ensemble_of_the_served_model_and_its_copy_says_what_that_says_for_free(judged: Path) -> None:
     found = {one.name: one for one in record(judged).comparisons}
 
     ensemble, asked = found["ensemble of 2"], found["ensemble of 2, asked"]
