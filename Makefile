@@ -11,8 +11,6 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# A name that starts with an underscore is a helper of the benchmarks, not one of them.
-BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .PHONY: help
 help: ## List the targets
@@ -54,11 +52,6 @@ imports: $(STAMP) ## Check who imports whom
 
 .PHONY: check
 check: lint types imports test ## Everything CI checks: lint, types, imports, test
-
-.PHONY: bench
-bench: $(STAMP) ## Run every script in benchmarks/
-	@$(if $(BENCHMARKS),,echo "No script in benchmarks/ yet.")
-	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 .PHONY: clean
 clean: ## Remove caches and build outputs; .venv and runs/ stay

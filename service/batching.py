@@ -126,7 +126,7 @@ class Batcher:
         entry = _Waiting(graph, row, length, request, asyncio.get_running_loop().create_future(), time.monotonic())
         try:
             if not self.alive:
-                raise EngineStopped(_STOPPED)
+                raise EngineStopped(_STOPPED, retry_after_s=1)
             self._admit(length, request)
             self._enqueue(entry)
             async with asyncio.timeout(max(0.0, request.remaining_s())):

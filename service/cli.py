@@ -149,7 +149,11 @@ def export_slates(
 
 
 async def _export_slates(out: Path, redis_url: str, redis_cluster: bool, after_s: int) -> Export:
-    client = connect(redis_url, SCAN_TIMEOUT_S, redis_cluster)
+    try:
+        client = connect(redis_url, SCAN_TIMEOUT_S, redis_cluster)
+    except ValueError as error:
+        # Its message names the accepted schemes and not the URL, which may hold a password.
+        raise StartError(f"BFT_REDIS_URL: {error}") from error
     try:
         return await export(kept_slates(client), out, wall_clock_ms(), after_s)
     finally:

@@ -438,13 +438,14 @@ STATE_PROBLEMS: Mapping[type[StateError], tuple[str, str, str, int]] = {
     OutboxFull: (
         "outbox-full",
         "Events arrive faster than retraining takes them",
-        "Try again later. The operator has to let retraining read the outbox, or raise its limit.",
+        "Try again later. The operator has to let retraining read the outbox, or raise BFT_OUTBOX_LIMIT.",
         30,
     ),
     UnknownItemsFull: (
         "unknown-items-full",
         "Too many items outside the catalogue",
-        "Send events on known items. The operator has to publish a model that knows the new items.",
+        "Send events on known items. The operator has to raise BFT_UNKNOWN_LIMIT, and to publish a model that knows the"
+        " new items, so that they need no further numbers.",
         60,
     ),
     CatalogMismatch: (

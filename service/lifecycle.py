@@ -139,7 +139,7 @@ class Life:
             ServiceError: what the inference raised.
         """
         if self.phase is not Phase.ready:
-            raise NotReady(f"the service is {self.phase.value}")
+            raise NotReady(f"the service is {self.phase.value}", retry_after_s=1)
         for model in self.models.active.models:
             with self.models.held(model):
                 await self._check_model(model)
@@ -179,7 +179,11 @@ async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[
 
 
 def _open_store(settings: Settings, bundle: Bundle) -> Store:
-    limits = StoreLimits(max_len=bundle.manifest.model.max_len)
+    limits = StoreLimits(
+        max_len=bundle.manifest.model.max_len,
+        outbox_limit=settings.outbox_limit,
+        unknown_limit=settings.unknown_limit,
+    )
     if settings.redis_url is None:
         if settings.state_replicas > 0:
             raise StartError("BFT_STATE_REPLICAS needs a store with replicas: give BFT_REDIS_URL, or unset it")

@@ -41,6 +41,11 @@ class Settings(BaseSettings):
     state_cache: CacheForm = "float32"
     """How kept states hold the cache that events are folded into: `float16` takes half the memory, and folds to 2e-3;
     `none` takes next to none, and every new event means that the history is encoded again."""
+    outbox_limit: int = Field(10_000, ge=100, le=10_000_000)
+    """Entries that each of the 256 streams of the outbox holds at most; beyond it, writes are 503 until retraining has
+    taken some."""
+    unknown_limit: int = Field(100_000, ge=1, le=100_000_000)
+    """Item ids outside the catalogue that are told apart; beyond it, events on further ones are 503."""
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     """Of the public API; 0 takes any free one and logs it."""

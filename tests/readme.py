@@ -39,7 +39,7 @@ NEEDS_FILES = {
     ".venv/bin/bft-train fit --data beauty": "Beauty.txt (--known FOLDER)",
     ".venv/bin/bft-train report --suite quick": "Beauty.txt (--known FOLDER)",
     "docker compose": "a Docker engine and files in /srv/logs",
-    "DATA_FOLDER=/srv/logs docker compose": "a Docker engine and files in /srv/logs",
+    "export DATA_FOLDER": "a Docker engine and files in /srv/logs",
 }
 """Beginnings of commands that need what cannot be made here, and what that is."""
 

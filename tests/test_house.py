@@ -263,8 +263,6 @@ def test_the_job_is_started_with_known_options_on_the_registry_that_the_service_
     assert program in PROJECT["scripts"]
     assert set(options) <= known
     assert options["--registry"] == environment["BFT_BUNDLE"]
-    # One volume for both: a bundle is published by a rename.
-    assert Path(options["--work"]).parent == Path(options["--registry"]).parent
     load_config(ROOT / "configs" / Path(options["--config"]).name, kind=JobConfig)
 
 

@@ -79,6 +79,8 @@ def test_a_click_on_an_unknown_item_is_learned_overnight_and_an_erased_user_is_n
         server.append(*events("curious", ["item 27", "item 28", "item 29", FRESH], yesterday))
         server.append(*events("gone", ["item 3", "what only this user had"], yesterday))
         assert server.client.delete("/v1/users/gone").status_code == 200
+        # The service holds nothing of one whom the first model has learned from a file.
+        assert server.client.delete("/v1/users/user%207").json() == {"user_id": "user 7", "erased": False}
         before = server.recommend(user_id="curious", num_results=5)
         assert before["missing_item_ids"] == []
         assert FRESH not in listed(server, "item 28", "item 29")
@@ -100,11 +102,11 @@ def test_a_click_on_an_unknown_item_is_learned_overnight_and_an_erased_user_is_n
 
     log = Store(tmp_path / "work" / "log")
     stored = pl.concat([log.bucket(number) for number in range(NUM_BUCKETS)])
-    assert stored.filter(pl.col("user_id") == "gone").is_empty()
+    assert stored.filter(pl.col("user_id").is_in(["gone", "user 7"])).is_empty()
     assert "gone" not in (tmp_path / "work" / "log" / "index.json").read_text()
     bundle = open_bundle(tmp_path / "registry" / str(second.bundle))
     assert bundle.items.number("what only this user had") is None
-    assert bundle.items.training_counts.sum() == len(stored) == 300 * 12 + 150 * 12 + 4
+    assert bundle.items.training_counts.sum() == len(stored) == 299 * 12 + 150 * 12 + 4
     with redis.Redis.from_url(valkey_url) as client:
         streams = [key for key in all_outbox_keys() if client.exists(key)]
         assert streams

@@ -14,7 +14,6 @@ import polars as pl
 
 from model.bundle import Bundle
 from model.config import FIRST_ITEM, UNK
-from training.events import EventLog
 from training.tables import CSV, RECBOLE, DataError, describe_bad_rows, read_header, read_table
 
 TITLE_COLUMNS = ("title", "movie_title")
@@ -51,11 +50,6 @@ class Catalog:
         return cls(item_ids, lineage, np.zeros(len(item_ids), dtype=np.int64), _no_titles(len(item_ids)))
 
     @classmethod
-    def from_log(cls, log: EventLog) -> "Catalog":
-        """All items of a log, events of weight 0 included, in the order of the sorted log."""
-        return cls.from_ids(log.events["item_id"])
-
-    @classmethod
     def of_bundle(cls, bundle: Bundle) -> "Catalog":
         """The catalogue that a bundle's model was trained on."""
         return cls(
@@ -78,6 +72,10 @@ class Catalog:
             training_counts=np.concatenate([self.training_counts, np.zeros(len(new), dtype=np.int64)]),
             titles=pl.concat([self.titles, _no_titles(len(new))]),
         )
+
+    def num_among(self, ids: Iterable[str]) -> int:
+        """How many of this catalogue's items are among `ids`."""
+        return int(self.item_ids.is_in(_distinct(ids).implode()).sum())
 
     def with_training_counts(self, counts: np.ndarray) -> "Catalog":
         """This catalogue with (N,) int64 counts, as `splits.training_counts` gives them."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,8 +27,10 @@ if TYPE_CHECKING:  # it takes torch's seconds to import
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
+log_app = typer.Typer(no_args_is_help=True, help="The log of `bft-train retrain`: what it took in, and forgetting it.")
 registry_app = typer.Typer(no_args_is_help=True, help="Published bundles: which one is current, and going back.")
 app.add_typer(data_app, name="data")
+app.add_typer(log_app, name="log")
 app.add_typer(registry_app, name="registry")
 
 # Read when torch is imported, below. A thread that waits for the others sleeps instead of spinning: with other work on
@@ -43,6 +46,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 CacheOption = Annotated[Path | None, typer.Option(help="Where data sets are kept; default: the user's cache folder.")]
 SlatesOption = Annotated[Path, typer.Option(help="What `bft-serve export-slates` wrote: the folder, or one file.")]
 RedrawsOption = Annotated[int, typer.Option(min=100, help="Of each list, to know its propensities.")]
+WorkOption = Annotated[Path, typer.Option("--work", help="Folder of the job's log, unfinished runs and reports.")]
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry's folder.")]
 
 
@@ -400,12 +404,10 @@ def retrain(
         ),
     ] = None,
     cluster: Annotated[bool, typer.Option(envvar="BFT_REDIS_CLUSTER", help="That Redis is a cluster.")] = False,
-    work: Annotated[Path, typer.Option(help="Folder of the job's log, unfinished runs and reports.")] = Path(
-        "runs/retrain"
-    ),
+    work: WorkOption = Path("runs/retrain"),
     registry: Annotated[Path, typer.Option(help="The registry that the service reads.")] = Path("runs/latest/registry"),
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Publish nothing. Events are taken in all the same.")
+        bool, typer.Option("--dry-run", help="Do all but publish. Events are taken in all the same.")
     ] = False,
     mlflow: Annotated[
         str | None,
@@ -424,6 +426,7 @@ def retrain(
     with _errors_as_messages():
         from training.retrain import job, report, tracking
         from training.retrain.config import JobConfig
+        from training.retrain.lock import JobLocked
         from training.retrain.run import EXIT_STATUS
         from training.retrain.sources import Outbox
 
@@ -440,7 +443,7 @@ def retrain(
             progress = stack.enter_context(reporter())
             try:
                 run = job.retrain(job_config, work, registry, streams, progress, sys.argv, dry_run)
-            except job.JobLocked as error:
+            except JobLocked as error:
                 _complain([str(error)])
                 raise typer.Exit(5) from None
     path = report.path_of(run, work)
@@ -581,6 +584,48 @@ def list_datasets(cache: CacheOption = None, as_json: AsJson = False) -> None:
     }
     text = [*map(_found_text, listing.present), *listing.damaged.values(), *map(_missing_text, listing.missing)]
     _print(fields if as_json else "\n".join(text), as_json)
+
+
+@log_app.command("show")
+def show_log(work: WorkOption, as_json: AsJson = False) -> None:
+    """What the job took in, ingest by ingest."""
+    with _errors_as_messages():
+        from training.retrain.store import Store
+
+        try:
+            rows = Store(work / "log").ingests().to_dicts()
+        except (DataError, FileNotFoundError):
+            # The job replaced the files meanwhile, in the moment that an ingest takes.
+            rows = Store(work / "log").ingests().to_dicts()
+    lines = [f"{'ingest':>6} {'events':>11}  {'first':<19}  {'last':<19}  sources"]
+    for row in rows:
+        first, last = (f"{datetime.fromtimestamp(row[name], UTC):%Y-%m-%d %H:%M:%S}" for name in ("first", "last"))
+        lines.append(f"{row['ingest']:>6} {row['events']:>11,}  {first}  {last}  {', '.join(row['sources'])}")
+    _print({"ingests": rows} if as_json else "\n".join(lines), as_json)
+
+
+@log_app.command()
+def forget(
+    ingest: Annotated[int, typer.Argument(help="Its number, as reports and `bft-train log show` have it.")],
+    work: WorkOption,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the events of one ingest: a poisoned file, a night of a broken source.
+
+    Its files stay read; a mended one, with other content, is read as any new file. A model that has learned the events
+    keeps what it learned: roll back, or train once with retrain.start=scratch. Exit status 5: the job is running.
+    """
+    with _errors_as_messages():
+        from training.retrain.lock import JobLocked, locked
+        from training.retrain.store import Store
+
+        try:
+            with locked(work):
+                removed = Store(work / "log").forget(ingest)
+        except JobLocked as error:
+            _complain([str(error)])
+            raise typer.Exit(5) from None
+    _print({"ingest": ingest, "removed": removed} if as_json else f"{removed:,} events removed", as_json)
 
 
 @registry_app.command()

@@ -170,6 +170,8 @@ class LogFacts:
     there are no timestamps."""
     tied_last_two_users_share: float | None
     """Share of users whose last two events have the same timestamp."""
+    last_timestamp: float | None
+    """Of all events, seconds since 1970."""
     sha256: str
 
     def summary(self) -> dict[str, int | float | bool | str | None]:
@@ -227,12 +229,18 @@ class EventLog:
             has_timestamps=self.has_timestamps,
             tied_events_share=ties[0] if ties else None,
             tied_last_two_users_share=ties[1] if ties else None,
+            last_timestamp=last_timestamp(self.events) if ties else None,
             sha256=self.sha256,
         )
 
     def summary(self) -> dict[str, int | float | bool | str | None]:
         """The facts by name."""
         return self.facts().summary()
+
+
+def last_timestamp(events: pl.DataFrame) -> float:
+    """Of some events with timestamps, the last one; −inf of none."""
+    return float(events["timestamp"].max()) if len(events) else -math.inf  # type: ignore[arg-type]
 
 
 def tie_counts(events: pl.DataFrame) -> tuple[int, int]:

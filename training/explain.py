@@ -115,6 +115,11 @@ def check_comparable(bundle: Bundle, against: Bundle) -> None:
 
 def _test_histories(bundle: Bundle, data: DataConfig) -> Histories:
     """The test users of a log, as `bft-train evaluate` finds them."""
+    if bundle.manifest.data["split"] == "time":
+        raise DataError(
+            f"{bundle.folder} was made by the retraining job, which holds no users out: nobody is a test user. Look at"
+            " one user with --user ID, or at a history with --history"
+        )
     catalog = Catalog.of_bundle(bundle)
     histories = make_split(read_events(data), catalog, bundle.manifest.data["split"]).test.history
     if len(histories) == 0:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,6 +60,9 @@ from training.tables import DataError
 
 REPEAT_SHARE = 0.01
 """`event: auto` means `next_item` when more than this share of the validation targets were had before."""
+SAME_CATALOGUE = 0.5
+"""Share of a catalogue's items that a log has to have, to be of that catalogue."""
+MakeCatalog = Callable[[Iterable[str]], Catalog]
 SHARDS = "shards"
 """Folder, in the run's own, of a streamed log's training histories; deleted when the run has ended well."""
 TRAINING = ("config", "command", "commit", "best_epoch", "seconds", "ingest", "judged")
@@ -116,7 +119,7 @@ def train(
 
     Raises:
         DataError: the log, titles or metadata cannot be read, the log leaves nobody to train on, validate with or test
-            on, or too few trained items have metadata.
+            on, too few trained items have metadata, or the registry's models are of another log.
         ConfigError: training diverged, the batches cannot be shared evenly by the processes, or a refit is asked for
             that the split does not allow.
         ExportError: torch and ONNX Runtime disagree. Nothing is published then.
@@ -130,10 +133,10 @@ def train(
     begun = time.monotonic()
     report.stage(f"reading {config.data.path}")
     config = _settled(config, out, world)
-    prepared = world.from_first(lambda: prepare(config, out / SHARDS))
+    prepared = world.from_first(lambda: prepare(config, out / SHARDS, catalogue_after(out / "registry")))
     report.stage(_describe(prepared))
 
-    checkpoint = out / f"checkpoint-{fingerprint(config, prepared.log)}.pt"
+    checkpoint = out / f"checkpoint-{fingerprint(config, prepared)}.pt"
     if not resume and world.is_first:
         for path in (checkpoint, *out.glob(f"refit-{checkpoint.stem}-*.pt")):
             path.unlink(missing_ok=True)
@@ -204,18 +207,45 @@ def _deliver(
     return bundle
 
 
-def prepare(config: RunConfig, shards: Path | None = None) -> Prepared:
+def catalogue_after(folder: Path) -> MakeCatalog:
+    """How a registry's next model numbers the items of a log: as the current one does, with new ones behind.
+
+    A service that runs, and the histories that it has stored, know items by these numbers.
+
+    Raises:
+        BundleError: the current bundle is damaged. Of what is returned DataError: less than `SAME_CATALOGUE` of the
+            current model's items are in the log.
+    """
+    index = registry.read_index(folder)
+    if index is None:
+        return Catalog.from_ids
+    known = Catalog.of_bundle(open_bundle(folder / index.current))
+
+    def grown(ids: Iterable[str]) -> Catalog:
+        found = known.num_among(ids)
+        if found < SAME_CATALOGUE * len(known):
+            raise DataError(
+                f"{folder}: its models know {len(known):,} items, of which the log has {found:,}: a service that runs"
+                " on them could not take the new model over. Give another --out"
+            )
+        return known.grow(ids)
+
+    return grown
+
+
+def prepare(config: RunConfig, shards: Path | None = None, catalogue: MakeCatalog = Catalog.from_ids) -> Prepared:
     """Read the log, build the catalogue, split.
 
     Args:
         config: the run's configuration.
         shards: the folder where a streamed log's training histories go; what lies there is deleted.
+        catalogue: makes the catalogue of the log's item ids.
 
     Raises:
         ValueError: a log is to be streamed and `shards` is None.
         DataError: the log cannot be read, or a part of the split is empty.
     """
-    log, catalog, split = _read_split(config.data, config.split, shards)
+    log, catalog, split = _read_split(config.data, config.split, shards, catalogue)
     if config.titles is not None:
         catalog = catalog.with_titles(read_titles(config.titles))
     _require(config.data.path, split, "training", int(catalog.training_counts.sum()))
@@ -227,17 +257,16 @@ def prepare(config: RunConfig, shards: Path | None = None) -> Prepared:
 
 
 def _read_split(
-    config: DataConfig, name: SplitName, shards: Path | None, catalog: Catalog | None = None
+    config: DataConfig, name: SplitName, shards: Path | None, catalogue: MakeCatalog
 ) -> tuple[LogFacts, Catalog, Split]:
-    """A log's facts, its catalogue with training counts, its split; by a catalogue that is given, or its own."""
+    """A log's facts, its catalogue with training counts, its split."""
     if config.streaming:
         if shards is None:
             raise ValueError("a streamed log needs a folder for its shards")
-        streamed = stream_log(config, name, shards, catalog)
+        streamed = stream_log(config, name, shards, catalogue)
         return streamed.facts, streamed.catalog, streamed.split
     log = read_events(config)
-    if catalog is None:
-        catalog = Catalog.from_log(log)
+    catalog = catalogue(log.events["item_id"])
     split = make_split(log, catalog, name)
     return log.facts(), catalog.with_training_counts(training_counts(split.train, len(catalog))), split
 
@@ -299,8 +328,9 @@ def prepare_for(bundle: Bundle, data: DataConfig) -> Prepared:
             f"{bundle.folder} was made by the retraining job and has learned all of its log: nothing is left to judge"
             " it on. Its run's report has the figures of the newest events, judged before they were learned"
         )
+    known = Catalog.of_bundle(bundle)
     with tempfile.TemporaryDirectory() as shards:
-        log, catalog, split = _read_split(data, split_name, Path(shards), Catalog.of_bundle(bundle))
+        log, catalog, split = _read_split(data, split_name, Path(shards), lambda _: known)
     _require(data.path, split, "test", len(split.test))
     return Prepared(log, catalog, split, bundle.manifest.event)
 
@@ -438,12 +468,13 @@ def cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def fingerprint(config: RunConfig, log: LogFacts) -> str:
+def fingerprint(config: RunConfig, prepared: Prepared) -> str:
     """Of all that decides the steps taken; not of when to stop, so that a finished run can be resumed for longer."""
     when_to_stop = {"epochs", "max_seconds", "patience", "refit_epochs"}
     if config.training.schedule != "constant":
         when_to_stop.remove("epochs")  # they say how fast the learning rate falls
-    text = config.model_dump_json(exclude=PATHS | {"training": when_to_stop}) + log.sha256
+    text = config.model_dump_json(exclude=PATHS | {"training": when_to_stop}) + prepared.log.sha256
+    text += "\n".join(prepared.catalog.item_ids)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

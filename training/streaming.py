@@ -5,8 +5,9 @@ the user. The second takes one shard after the other: sorts it, splits it, and k
 file; of the users to judge by it keeps a bounded number. Memory holds a block, a shard, the catalogue and those users.
 """
 
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import polars as pl
 
 from training.catalog import Catalog
-from training.events import DataConfig, LogFacts, Reading, read_blocks, sort_events, tie_counts
+from training.events import DataConfig, LogFacts, Reading, last_timestamp, read_blocks, sort_events, tie_counts
 from training.files import write_parquet
 from training.splits import (
     Histories,
@@ -60,14 +61,19 @@ class StreamedLog:
     split: Split[Shards]
 
 
-def stream_log(config: DataConfig, name: SplitName, folder: Path, catalog: Catalog | None = None) -> StreamedLog:
+def stream_log(
+    config: DataConfig,
+    name: SplitName,
+    folder: Path,
+    catalogue: Callable[[Iterable[str]], Catalog] = Catalog.from_ids,
+) -> StreamedLog:
     """Read a log of any size and split it.
 
     Args:
         config: where the log lies, how to read it, and how many users to judge by.
         name: of the split; every user's part is that of `splits.make_split`.
         folder: receives the shards. What lies there is deleted.
-        catalog: whose items to know, others are UNK; None: of all items of the log, in the order of reading.
+        catalogue: makes the catalogue of the log's item ids, in the order of reading; items that it leaves out are UNK.
 
     Raises:
         DataError: as in `events.read_blocks`.
@@ -78,8 +84,7 @@ def stream_log(config: DataConfig, name: SplitName, folder: Path, catalog: Catal
     reading = Reading()
     num_shards = min(MAX_SHARDS, -(-_bytes(config.path) // SHARD_BYTES))
     item_ids = _scatter(read_blocks(config, reading), scattered, num_shards)
-    if catalog is None:
-        catalog = Catalog.from_ids(item_ids)
+    catalog = catalogue(item_ids)
 
     counts = np.zeros(len(catalog), dtype=np.int64)
     tally = _Tally()
@@ -115,6 +120,7 @@ class _Tally:
     events: int = 0
     tied: int = 0
     tied_last: int = 0
+    last_timestamp: float = -math.inf
     num_pieces: int = 0
     train_users: int = 0
     train_events: int = 0
@@ -126,6 +132,7 @@ class _Tally:
         self.events += len(events)
         self.tied += tied
         self.tied_last += tied_last
+        self.last_timestamp = max(self.last_timestamp, last_timestamp(events))
         self.train_users += len(split.train)
         self.train_events += split.train.num_events
         self.held_out_without_target += split.held_out_without_target
@@ -138,6 +145,7 @@ class _Tally:
             items=num_items,
             tied_events_share=self.tied / self.events if reading.has_timestamps else None,
             tied_last_two_users_share=self.tied_last / self.users if reading.has_timestamps else None,
+            last_timestamp=self.last_timestamp if reading.has_timestamps else None,
         )
 
 

@@ -69,7 +69,7 @@ class OutboxFull(StateError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"an outbox stream holds its limit of {limit} entries: let retraining read and acknowledge them, "
-            "or raise outbox_limit"
+            "or raise BFT_OUTBOX_LIMIT"
         )
 
 
@@ -79,7 +79,7 @@ class UnknownItemsFull(StateError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"the limit of {limit} item ids outside the catalogue is reached: see where they come from, "
-            "or raise unknown_limit"
+            "or raise BFT_UNKNOWN_LIMIT"
         )
 
 

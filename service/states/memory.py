@@ -387,10 +387,16 @@ class MemoryStore:
         )
         self._bury(subject, max(next_epochs), self._limits.tombstone_ttl_s)
         outbox = self._outbox[bucket(user_id)]
-        others = [entry for entry in outbox if entry["kind"] == "erase" or entry.get("user_id") != user_id]
-        num_removed += len(outbox) - len(others)
+        own: list[dict[str, str]] = []
+        others: list[dict[str, str]] = []
+        for entry in outbox:
+            (own if entry["kind"] != "erase" and entry.get("user_id") == user_id else others).append(entry)
+        num_removed += len(own)
         if history is not None or earlier is None:
             others.append({"kind": "erase", "user_id": user_id, "timestamp_ms": str(now_ms)})
+        # A merged session's events are the user's; with the merge gone nothing else would tell retraining so.
+        for merge in (entry for entry in own if entry["kind"] == "merge"):
+            others.append({"kind": "erase"} | {name: merge[name] for name in ("session_id", "timestamp_ms")})
         outbox[:] = others
         return num_removed > 0
 

@@ -566,6 +566,8 @@ return {removed, last[1] and last[1][1] or ''}
 
 ERASE_OUTBOX_PAGE = Script("""
 -- Remove one user's events and merges from one page of an outbox stream; `erase` entries stay.
+-- In place of a merge comes an `erase` entry of its session up to the merge: retraining may have the session's events,
+-- which are the user's, and nothing else would tell it so any more.
 -- KEYS  1 outbox stream
 -- ARGV  1 user id  2 first entry id of the page ('-' or '(' .. id)  3 last entry id  4 entries in a page
 -- Returns {entries removed, id of the last entry looked at, or '' when the page was not full}.
@@ -574,7 +576,13 @@ local ids = {}
 for _, entry in ipairs(page) do
   local fields = {}
   for index = 1, #entry[2], 2 do fields[entry[2][index]] = entry[2][index + 1] end
-  if fields['kind'] ~= 'erase' and fields['user_id'] == ARGV[1] then ids[#ids + 1] = entry[1] end
+  if fields['kind'] ~= 'erase' and fields['user_id'] == ARGV[1] then
+    ids[#ids + 1] = entry[1]
+    if fields['kind'] == 'merge' then
+      redis.call('XADD', KEYS[1], '*', 'kind', 'erase', 'session_id', fields['session_id'],
+        'timestamp_ms', fields['timestamp_ms'])
+    end
+  end
 end
 local removed = #ids > 0 and redis.call('XDEL', KEYS[1], unpack(ids)) or 0
 return {removed, #page == tonumber(ARGV[4]) and page[#page][1] or ''}

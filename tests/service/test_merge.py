@@ -195,7 +195,11 @@ async def test_an_erasure_after_a_merge_leaves_nothing_of_either(server: Server,
         entries = [fields for _, fields in client.xrange(prefix + "ev") if b"trace" in fields.values()]
     # The tombstone; that the session was merged, and hashes against repeated delivery, for half an hour each.
     assert left == {prefix + "x:trace", prefix + "n:x:trace", prefix + "n:d:trace"}
-    assert [(entry[b"kind"], entry.get(b"user_id")) for entry in entries] == [(b"event", None), (b"erase", b"trace")]
+    assert [(entry[b"kind"], entry.get(b"user_id")) for entry in entries] == [
+        (b"event", None),
+        (b"erase", b"trace"),
+        (b"erase", None),  # of the session, in place of the merge
+    ]
 
 
 @pytest.mark.parametrize(

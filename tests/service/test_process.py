@@ -8,6 +8,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -166,7 +167,7 @@ def test_sigterm_turns_readiness_red_while_requests_are_still_answered(tiny: Pat
         while (ready := server.ops.get("/readyz")).status_code == 200:
             sleep(0.01)
 
-        assert ready.status_code == 503
+        assert (ready.status_code, ready.headers["retry-after"]) == (503, "1")
         assert ready.headers["content-type"] == "application/problem+json"
         assert server.ops.get("/livez").status_code == 200
         answer = server.client.post("/v1/recommendations", json={"user_id": "u"})
@@ -249,8 +250,9 @@ def test_a_bundle_that_computes_something_else_stops_the_start(tiny: Path, tmp_p
     assert_cannot_start(run_process("run", "--bundle", bundle), str(bundle), "golden.npz")
 
 
-def test_a_redis_url_of_another_scheme_stops_the_start_and_keeps_its_password(tiny: Path) -> None:
-    done = run_process("run", "--bundle", tiny, REDIS_URL="http://:secret@here")
+@pytest.mark.parametrize("command", ["run --bundle", "export-slates --out"])
+def test_a_redis_url_of_another_scheme_stops_the_command_and_keeps_its_password(command: str, tiny: Path) -> None:
+    done = run_process(*command.split(), tiny, REDIS_URL="http://:secret@here")
 
     assert_cannot_start(done, "BFT_REDIS_URL", "redis://")
     assert "secret" not in done.stderr
@@ -331,3 +333,17 @@ def test_help_is_everywhere(arguments: list[str]) -> None:
 
     assert done.returncode == 0
     assert "Usage" in done.stdout
+
+
+def test_the_limits_of_the_store_are_settings(tiny: Path, tmp_path: Path) -> None:
+    def told(item_id: str) -> httpx.Response:
+        return server.client.post("/v1/events", json={"events": [{"user_id": "u", "item_id": item_id}]})
+
+    with serving(tiny, tmp_path / "log", UNKNOWN_LIMIT=1) as server:
+        assert told("nobody knows this").json()["results"][0]["status"] == "accepted"
+        refused = told("nor this")
+
+    assert refused.status_code == 503, refused.text
+    problem = refused.json()
+    assert problem["type"].endswith("unknown-items-full")
+    assert "BFT_UNKNOWN_LIMIT" in problem["action"]

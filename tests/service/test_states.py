@@ -1018,13 +1018,19 @@ async def test_erased_user_absorbs_only_what_came_after_the_erasure(world: World
     assert history(await store.load(ANN, VERSION)).seen == [12]
 
 
-async def test_erasure_takes_the_merge_out_of_the_outbox(world: World):
+async def test_erasure_tells_of_the_session_in_place_of_the_merge(world: World):
     store = world.open()
     await store.absorb("ann", "s-1", [named(11, 10)], [])
+    await store.absorb("bob", "s-2", [named(11, 10)], [])
 
     assert await store.erase("ann") is True
+    assert await store.erase("ann") is False
 
-    assert [entry["kind"] for entry in world.outbox(store, "ann")] == ["erase"]
+    assert world.outbox(store, "ann") == [
+        {"kind": "erase", "user_id": "ann", "timestamp_ms": str(NOW_MS)},
+        {"kind": "erase", "session_id": "s-1", "timestamp_ms": str(NOW_MS)},
+    ]
+    assert [entry["kind"] for entry in world.outbox(store, "bob")] == ["merge"]
 
 
 async def test_full_outbox_refuses_a_merge_and_writes_nothing(world: World):

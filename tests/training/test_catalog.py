@@ -83,7 +83,7 @@ def test_a_logs_catalogue_holds_items_of_weight_zero_too(tmp_path: Path) -> None
     (tmp_path / "l.csv").write_text("user_id,item_id,w\nv,late,1\nu,a,1\nu,hidden,0\n")
     log = read_events(DataConfig.model_validate({"path": tmp_path / "l.csv", "columns": {"weight": "w"}}))
 
-    assert Catalog.from_log(log).item_ids.to_list() == ["a", "hidden", "late"]
+    assert Catalog.from_ids(log.events["item_id"]).item_ids.to_list() == ["a", "hidden", "late"]
 
 
 # Titles

@@ -61,7 +61,7 @@ def test_tie_shares_of_ml_100k_equal_a_count_over_its_lines(ml_100k: FetchedData
 
 def test_every_item_of_ml_100k_has_a_title(ml_100k: FetchedDataset) -> None:
     log = read_events(DataConfig(path=ml_100k.interactions))
-    catalog = Catalog.from_log(log).with_titles(read_titles(ml_100k.items))
+    catalog = Catalog.from_ids(log.events["item_id"]).with_titles(read_titles(ml_100k.items))
 
     assert catalog.titles.null_count() == 0
     assert catalog.titles[int(catalog.numbers(["1"])[0]) - 4] == "Toy Story"
@@ -69,7 +69,7 @@ def test_every_item_of_ml_100k_has_a_title(ml_100k: FetchedDataset) -> None:
 
 def test_leave_one_out_of_ml_100k_trains_on_all_but_two_events_a_user(ml_100k: FetchedDataset) -> None:
     log = read_events(DataConfig(path=ml_100k.interactions))
-    catalog = Catalog.from_log(log)
+    catalog = Catalog.from_ids(log.events["item_id"])
     split = make_split(log, catalog, "leave_one_out")
 
     assert len(split.train.items) == 100_000 - 2 * 943

@@ -525,6 +525,7 @@ def test_the_summary_fits_into_json(tmp_path: Path) -> None:
         "has_timestamps": True,
         "tied_events_share": 1 / 3,
         "tied_last_two_users_share": 1 / 2,
+        "last_timestamp": 2.0,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
 

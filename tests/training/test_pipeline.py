@@ -262,6 +262,27 @@ def test_a_refitted_bundle_is_not_compared_with_one_that_is_not(refitted: Refitt
 # Failing and resuming
 
 
+def test_the_next_fit_into_a_registry_keeps_the_numbers_of_its_items(tmp_path: Path) -> None:
+    def fitted(log: Path) -> Bundle:
+        return open_bundle(pipeline.train(run_config(log), tmp_path / "out", Recorder(), ["bft-train"]).bundle)
+
+    first = fitted(circling_log(tmp_path / "log.csv", num_users=60))
+    # Later the log begins with an item that is new, and one is used no more.
+    dropped = first.items.ids[3]
+    header, *rows = (tmp_path / "log.csv").read_text().splitlines()
+    kept = [header, "user 0,the new one,0", *(row for row in rows if dropped not in row.split(","))]
+    (tmp_path / "later.csv").write_text("\n".join(kept) + "\n")
+
+    again = fitted(tmp_path / "later.csv")
+
+    assert again.manifest.lineage == first.manifest.lineage
+    assert again.items.ids == [*first.items.ids, "the new one"]
+    assert again.items.training_counts[3] == 0
+    write_log(tmp_path / "another.csv")
+    with pytest.raises(DataError, match=r"know 25 items, of which the log has 0: .* Give another --out"):
+        pipeline.train(run_config(tmp_path / "another.csv", *COLUMNS), tmp_path / "out", Recorder(), ["bft-train"])
+
+
 def test_a_failed_export_leaves_the_registry_as_it_was(
     held_out_run: HeldOutRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ def pairs(targets: Targets, catalog: Catalog) -> dict[str, tuple[list[Event], st
 @given(LOGS)
 def test_histories_hold_the_whole_log_in_time_order(events: list[Event]) -> None:
     log = log_of(events)
-    catalog = Catalog.from_log(log)
+    catalog = Catalog.from_ids(log.events["item_id"])
     histories = to_histories(log.events, catalog)
 
     assert listed(histories, catalog) == by_user(events)
@@ -87,7 +87,7 @@ def test_histories_hold_the_whole_log_in_time_order(events: list[Event]) -> None
 @given(LOGS)
 def test_leave_one_out_equals_a_loop_over_users(events: list[Event]) -> None:
     log = log_of(events)
-    catalog = Catalog.from_log(log)
+    catalog = Catalog.from_ids(log.events["item_id"])
     split = make_split(log, catalog, "leave_one_out")
 
     train, validation, test = {}, {}, {}
@@ -108,7 +108,7 @@ def test_leave_one_out_equals_a_loop_over_users(events: list[Event]) -> None:
 @given(LOGS)
 def test_with_validation_learned_only_the_test_target_and_what_follows_it_is_kept_back(events: list[Event]) -> None:
     log = log_of(events)
-    catalog = Catalog.from_log(log)
+    catalog = Catalog.from_ids(log.events["item_id"])
     split = make_split(log, catalog, "leave_one_out")
 
     learned = with_validation_learned(split)
@@ -125,12 +125,12 @@ def test_the_validation_users_of_a_users_split_cannot_be_learned() -> None:
     log = log_of([("u", item, 1.0, 1.0) for item in "dbca"])
 
     with pytest.raises(ValueError, match="the split users has no validation events of users it trains on"):
-        with_validation_learned(make_split(log, Catalog.from_log(log), "users"))
+        with_validation_learned(make_split(log, Catalog.from_ids(log.events["item_id"]), "users"))
 
 
 def test_ties_are_left_in_input_order() -> None:
     log = log_of([("u", item, 1.0, 1.0) for item in "dbca"])
-    catalog = Catalog.from_log(log)
+    catalog = Catalog.from_ids(log.events["item_id"])
     split = make_split(log, catalog, "leave_one_out")
 
     assert catalog.ids(split.train.items) == ["d", "b"]
@@ -141,7 +141,7 @@ def test_ties_are_left_in_input_order() -> None:
 def test_an_event_of_weight_zero_is_seen_but_never_a_target() -> None:
     weights = {"a": 1, "b": 1, "hidden": 0, "c": 1, "shown": 0, "d": 1, "after": 0}
     log = log_of([("u", item, float(n), float(w)) for n, (item, w) in enumerate(weights.items())])
-    catalog = Catalog.from_log(log)
+    catalog = Catalog.from_ids(log.events["item_id"])
     split = make_split(log, catalog, "leave_one_out")
 
     assert catalog.ids(split.validation.history.items) == ["a", "b", "hidden"]
@@ -175,7 +175,7 @@ def test_an_item_the_catalogue_lacks_is_unk_and_never_a_target() -> None:
 )
 def test_users_split_equals_a_loop_over_users(events: list[Event]) -> None:
     log = log_of(events)
-    catalog = Catalog.from_log(log)
+    catalog = Catalog.from_ids(log.events["item_id"])
     split = make_split(log, catalog, "users")
 
     train, parts, without_target = {}, {"validation": {}, "test": {}}, 0
@@ -218,7 +218,7 @@ def test_the_side_of_a_user_does_not_depend_on_the_others() -> None:
 def test_a_held_out_user_with_one_event_has_an_empty_history() -> None:
     user = next(name for name in USERS if held_out_part(name) == "test")
     log = log_of([(user, "a", 1.0, 1.0)])
-    split = make_split(log, Catalog.from_log(log), "users")
+    split = make_split(log, Catalog.from_ids(log.events["item_id"]), "users")
 
     assert len(split.train) == len(split.validation) == 0
     assert split.test.history.offsets.tolist() == [0, 0]
@@ -229,7 +229,7 @@ def test_a_held_out_user_with_one_event_has_an_empty_history() -> None:
 @pytest.mark.parametrize("name", ["leave_one_out", "users"])
 def test_counts_see_training_events_of_positive_weight_only(name: str, events: list[Event]) -> None:
     log = log_of(events)
-    catalog = Catalog.from_log(log)
+    catalog = Catalog.from_ids(log.events["item_id"])
     split: Split = make_split(log, catalog, name)  # type: ignore[arg-type]
 
     expected = dict.fromkeys(catalog.item_ids, 0)
@@ -273,7 +273,7 @@ def test_what_follows_the_first_events_equals_a_loop_over_users(
 def test_the_summary_counts_users_and_events() -> None:
     log = log_of([("u", item, float(n), 1.0) for n, item in enumerate("abcd")] + [("v", "a", 1.0, 1.0)])
 
-    assert make_split(log, Catalog.from_log(log), "leave_one_out").summary() == {
+    assert make_split(log, Catalog.from_ids(log.events["item_id"]), "leave_one_out").summary() == {
         "split": "leave_one_out",
         "train_users": 2,
         "train_events": 3,
@@ -287,7 +287,7 @@ def test_an_unknown_split_is_refused_with_the_known_ones() -> None:
     log = log_of([("u", "a", 1.0, 1.0)])
 
     with pytest.raises(ValueError, match="no split is called 'random'; known: leave_one_out, users"):
-        make_split(log, Catalog.from_log(log), "random")  # type: ignore[arg-type]
+        make_split(log, Catalog.from_ids(log.events["item_id"]), "random")  # type: ignore[arg-type]
 
 
 def test_histories_of_unequal_lengths_are_refused() -> None:

@@ -106,7 +106,7 @@ def test_streaming_shows_every_window_of_the_log_in_memory_once(
     name: SplitName, log: DataConfig, tmp_path: Path
 ) -> None:
     in_memory = read_events(log)
-    catalog = Catalog.from_log(in_memory)
+    catalog = Catalog.from_ids(in_memory.events["item_id"])
     split = make_split(in_memory, catalog, name)
 
     streamed = stream_log(log, name, tmp_path / "shards")
@@ -134,7 +134,7 @@ def test_the_catalogue_holds_the_items_in_the_order_of_reading(log: DataConfig, 
 def test_by_a_catalogue_that_is_given_other_items_are_unknown_and_no_targets(log: DataConfig, tmp_path: Path) -> None:
     known = Catalog.from_ids(f"item/{number:02}" for number in range(20))
 
-    streamed = stream_log(log, "leave_one_out", tmp_path / "shards", known)
+    streamed = stream_log(log, "leave_one_out", tmp_path / "shards", lambda _: known)
 
     split = make_split(read_events(log), known, "leave_one_out")
     assert streamed.catalog.item_ids.to_list() == known.item_ids.to_list()

@@ -115,6 +115,9 @@ def judge(
     confidence_UK = evaluate.confidences(own.test, calibration, counts)
     hit_UK = own.test.hit[:, :LIST_LENGTH]
     told = words(own, calibration, others, prepared.catalog.training_counts, counts)
+    target = nats(own.test, learned)
+    length_U, uses_U = events_of_users(learned), counts[prepared.split.test.target - FIRST_ITEM]
+    users = strata.members(length_U, strata.USER_STRATA)
     curves = {"served": (stated(confidence_UK), own.test.rank)}
     if PLAIN in others:
         plain = others[PLAIN]
@@ -122,20 +125,57 @@ def judge(
     return {
         "event": prepared.event,
         "temperature": own.temperature,
-        "likelihood": likelihood(own.test, learned),
+        "likelihood": target.likelihood(np.ones(len(uses_U), bool)),
+        "likelihood_by_user": target.by(users),
+        "likelihood_by_target": target.by(strata.members(uses_U, strata.ITEM_STRATA)),
         "items": item_confidence(confidence_UK, hit_UK),
         "lists": list_confidence(stated(confidence_UK), own.test.rank),
         "risk_curve": risk_curve(curves),
         "reliability_curve": reliability_curve(confidence_UK, hit_UK),
         "comparisons": comparisons(told),
+        "comparisons_by_user": comparisons_by_user(told, users),
         "best_free": best_free(told),
         "precision_adds": precision_adds(told),
-        **by_stratum(confidence_UK, own.test, events_of_users(learned), counts),
+        **by_stratum(confidence_UK, own.test, users, counts),
     }
 
 
-def likelihood(predictions: Predictions, prepared: Prepared) -> Likelihood:
-    """Of the true next item, beside popularity and the uniform distribution; over users whose target is possible."""
+@dataclass(frozen=True)
+class Nats:
+    """Of the true next item of each test user (U,): −log probability under the model and what it stands beside.
+
+    `is_possible` (U,): whether the event allows it; elsewhere the numbers mean nothing.
+    """
+
+    model: np.ndarray
+    popularity: np.ndarray
+    uniform: np.ndarray
+    is_possible: np.ndarray
+
+    def likelihood(self, member_U: np.ndarray) -> Likelihood:
+        """Over the members (U,), bool, whose next item is possible."""
+        chosen = member_U & self.is_possible
+        model, popularity, uniform = self.model[chosen], self.popularity[chosen], self.uniform[chosen]
+        return Likelihood(
+            users=len(model),
+            model=Interval.of(mean_estimate(model)),
+            popularity=Interval.of(mean_estimate(popularity)),
+            uniform=Interval.of(mean_estimate(uniform)),
+            popularity_minus_model=Interval.of(mean_estimate(popularity - model)),
+            uniform_minus_model=Interval.of(mean_estimate(uniform - model)),
+        )
+
+    def by(self, members: Mapping[str, np.ndarray]) -> dict[str, Likelihood]:
+        """Of each stratum that says something."""
+        return {
+            name: self.likelihood(member_U)
+            for name, member_U in members.items()
+            if (member_U & self.is_possible).sum() >= LEAST_USERS
+        }
+
+
+def nats(predictions: Predictions, prepared: Prepared) -> Nats:
+    """What the model says of the true next items, beside popularity and the uniform distribution."""
     test, counts = prepared.split.test, prepared.catalog.training_counts
     seen: Mapping[int, np.ndarray] = {}
     if prepared.event == "next_new_item":
@@ -144,15 +184,7 @@ def likelihood(predictions: Predictions, prepared: Prepared) -> Likelihood:
     uniform = np.log([len(counts) - len(seen.get(user, ())) for user in range(len(test))])
     model = -predictions.log_probability.astype(np.float64)
     possible = np.isfinite(model) & np.isfinite(popularity)
-    model, popularity, uniform = model[possible], popularity[possible], uniform[possible]
-    return Likelihood(
-        users=len(model),
-        model=Interval.of(mean_estimate(model)),
-        popularity=Interval.of(mean_estimate(popularity)),
-        uniform=Interval.of(mean_estimate(uniform)),
-        popularity_minus_model=Interval.of(mean_estimate(popularity - model)),
-        uniform_minus_model=Interval.of(mean_estimate(uniform - model)),
-    )
+    return Nats(model, popularity, uniform, possible)
 
 
 def events_of_users(prepared: Prepared) -> np.ndarray:
@@ -234,16 +266,18 @@ def list_confidence(stated_U: np.ndarray, rank_U: np.ndarray) -> ListConfidence:
 
 
 def by_stratum(
-    confidence_UK: np.ndarray, predictions: Predictions, history_length_U: np.ndarray, training_counts: np.ndarray
+    confidence_UK: np.ndarray, predictions: Predictions, users: Mapping[str, np.ndarray], training_counts: np.ndarray
 ) -> dict[str, Any]:
-    """The same by training events of the user, and by training uses of the listed item."""
+    """The same by strata of users, and by training uses of the listed item.
+
+    Args:
+        confidence_UK, predictions: of the test users.
+        users: stratum → its members (U,), bool.
+        training_counts: (N,).
+    """
     hit_UK, stated_U = predictions.hit[:, :LIST_LENGTH], stated(confidence_UK)
     counts_UK = training_counts[predictions.items[:, :LIST_LENGTH] - FIRST_ITEM]
-    users = {
-        name: member
-        for name, member in strata.members(history_length_U, strata.USER_STRATA).items()
-        if member.sum() >= LEAST_USERS
-    }
+    users = {name: member for name, member in users.items() if member.sum() >= LEAST_USERS}
     places = {
         name: member
         for name, member in strata.members(counts_UK, strata.ITEM_STRATA).items()
@@ -277,6 +311,10 @@ class Word:
     def hit(self) -> np.ndarray:
         """1 for a hit, else 0, (U,)."""
         return (self.rank <= LIST_LENGTH).astype(np.float64)
+
+    def of(self, member_U: np.ndarray) -> "Word":
+        """The same of some users alone."""
+        return replace(self, stated=self.stated[member_U], rank=self.rank[member_U])
 
 
 def words(
@@ -389,6 +427,16 @@ def comparisons(told: Mapping[str, Word]) -> tuple[Comparison, ...]:
             )
         )
     return tuple(rows)
+
+
+def comparisons_by_user(told: Mapping[str, Word], users: Mapping[str, np.ndarray]) -> dict[str, tuple[Comparison, ...]]:
+    """The served confidence, the best free one, and the served without precision, by strata of users."""
+    names = [name for name in (SERVED, best_free(told), UNAWARE) if name in told]
+    return {
+        stratum: comparisons({name: told[name].of(member_U) for name in names})
+        for stratum, member_U in users.items()
+        if member_U.sum() >= LEAST_USERS
+    }
 
 
 def best_free(told: Mapping[str, Word]) -> str:

@@ -140,6 +140,9 @@ class ConfidenceRecord(Part):
     environment: dict[str, Any]
     seconds: float
     likelihood: Likelihood
+    likelihood_by_user: dict[str, Likelihood]
+    likelihood_by_target: dict[str, Likelihood]
+    """By the training uses of the true next item."""
     items: ItemConfidence
     lists: ListConfidence
     risk_curve: dict[str, list[float]]
@@ -151,6 +154,8 @@ class ConfidenceRecord(Part):
     by_item: dict[str, ItemConfidence]
     """Places of lists by the training uses of the listed item."""
     comparisons: tuple[Comparison, ...]
+    comparisons_by_user: dict[str, tuple[Comparison, ...]]
+    """Of them the served, the best free, and, of a model with filtering, the served without precision."""
     best_free: str
     """Which of them is the best that no precision went into."""
     precision_adds: tuple[PrecisionAdds, ...]

@@ -6,11 +6,18 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from training.confidence.measures import COVERAGES
-from training.confidence.records import ConfidenceRecord, Interval, ItemConfidence, ListConfidence
+from training.confidence.records import (
+    Comparison,
+    ConfidenceRecord,
+    Interval,
+    ItemConfidence,
+    Likelihood,
+    ListConfidence,
+)
 from training.figures import GREY, LAYER_COLOURS, save
 from training.files import write_whole
 from training.metrics import wilson_interval
-from training.study.layout import Cell, Estimate, Row, Table
+from training.study.layout import Cell, Estimate, Row, Style, Table
 
 REPORT = "confidence.md"
 RELIABILITY, RISK = "reliability.png", "risk-coverage.png"
@@ -22,6 +29,14 @@ TITLES = {
     "free and precision, fitted": "all free signals and precision, fitted",
     "plain, fitted": "plain: all free signals, fitted",
 }
+COMPARED: dict[str, Style] = {
+    "HR@10": "metric",
+    "AURC": "metric",
+    "AURC − served": "signed",
+    "log-loss": "metric",
+    "log-loss − served": "signed",
+}
+"""Columns of comparisons."""
 AGREEMENT = 0.8
 """Share of the users of whom two seeds should be sure alike."""
 
@@ -47,7 +62,7 @@ def markdown(record: ConfidenceRecord) -> str:
         f"![Reliability]({RELIABILITY})",
         f"![Risk and coverage]({RISK})",
     ]
-    for table in tables(record):
+    for table in (one for one in tables(record) if one.rows):
         sections += [f"## {table.title}", table.to_markdown()]
     return "\n\n".join(sections) + "\n"
 
@@ -141,38 +156,29 @@ def tables(record: ConfidenceRecord) -> list[Table]:
             ),
             (f"Over the {record.likelihood.users:,} users whose next item the event allows.",),
         ),
+        _likelihoods("by_user", "the user's training events", record.likelihood_by_user),
+        _likelihoods("by_target", "the item's training uses", record.likelihood_by_target),
         Table(
             "comparisons",
             "Who tells a hit from a miss",
-            {
-                "confidence": "text",
-                "HR@10": "metric",
-                "AURC": "metric",
-                "AURC − served": "signed",
-                "log-loss": "metric",
-                "log-loss − served": "signed",
-                "cost": "number",
-            },
-            tuple(
-                Row(
-                    {
-                        "confidence": TITLES.get(one.name, one.name),
-                        "HR@10": one.hit_rate,
-                        "AURC": _estimate(one.aurc),
-                        "AURC − served": _estimate(one.aurc_difference),
-                        "log-loss": _estimate(one.log_loss),
-                        "log-loss − served": _estimate(one.log_loss_difference),
-                        "cost": one.cost,
-                    }
-                )
-                for one in record.comparisons
-            ),
+            {"confidence": "text", **COMPARED, "cost": "number"},
+            tuple(Row({**_compared(one), "cost": one.cost}) for one in record.comparisons),
             (
                 "Less the served list confidence's: above 0, that one is better. Signals, combinations and what is"
                 " `asked` speak of the served lists; a system under its own name speaks of its own lists, so its AURC"
                 " holds their quality too. The signals without a name before them are of the served model, whose"
                 " probabilities its variance has shrunk already. `cost`: time to score, in multiples of the served"
                 " model's.",
+            ),
+        ),
+        Table(
+            "comparisons_by_user",
+            "The same, by training events of the user",
+            {"users": "text", "confidence": "text", **COMPARED},
+            tuple(
+                Row({"users": stratum, **_compared(one)})
+                for stratum, compared in record.comparisons_by_user.items()
+                for one in compared
             ),
         ),
         _tenths(record.lists),
@@ -182,6 +188,42 @@ def tables(record: ConfidenceRecord) -> list[Table]:
         _items("items", "Items, by training uses of the item", record.by_item),
         *_sanity(record),
     ]
+
+
+def _likelihoods(key: str, by: str, found: dict[str, Likelihood]) -> Table:
+    """Nats of the model beside popularity's, by stratum."""
+    columns = {by: "text", "users": "count", "model": "number", "popularity": "number", "popularity − model": "number"}
+    rows = [
+        Row(
+            dict(
+                zip(
+                    columns,
+                    (
+                        stratum,
+                        one.users,
+                        _estimate(one.model),
+                        _estimate(one.popularity),
+                        _estimate(one.popularity_minus_model),
+                    ),
+                    strict=True,
+                )
+            )
+        )
+        for stratum, one in found.items()
+    ]
+    return Table(f"likelihood_{key}", f"Likelihood of the true next item, by {by}", columns, tuple(rows))
+
+
+def _compared(one: Comparison) -> dict[str, Cell]:
+    """A row of `COMPARED`."""
+    return {
+        "confidence": TITLES.get(one.name, one.name),
+        "HR@10": one.hit_rate,
+        "AURC": _estimate(one.aurc),
+        "AURC − served": _estimate(one.aurc_difference),
+        "log-loss": _estimate(one.log_loss),
+        "log-loss − served": _estimate(one.log_loss_difference),
+    }
 
 
 def _sanity(record: ConfidenceRecord) -> list[Table]:

@@ -66,6 +66,8 @@ class Question:
     verdict: Verdict
     found: Estimate
     accepted: str
+    bounds: tuple[float, ...]
+    """The numbers in `accepted`."""
 
     def to_json(self) -> dict[str, Any]:
         """Every field."""
@@ -88,7 +90,7 @@ def quality(candidate: Answered, current: Answered, users_R: np.ndarray, config:
     """
     found = _difference(candidate, current, users_R)
     least = -config.margin * float(current.ndcg.mean())
-    return Question("NDCG@10", _at_least(found, least), found, f"lower bound at least {least:.4f}")
+    return Question("NDCG@10", _at_least(found, least), found, f"lower bound at least {least:.4f}", (least,))
 
 
 def strata(
@@ -112,7 +114,7 @@ def strata(
         found = _difference(ours, theirs, users_R[member_R])
         least = -config.stratum_margin * float(theirs.ndcg.mean())
         verdict: Verdict = "failed" if found.high < least else "passed"
-        questions.append(Question(f"NDCG@10, {name}", verdict, found, f"upper bound at least {least:.4f}"))
+        questions.append(Question(f"NDCG@10, {name}", verdict, found, f"upper bound at least {least:.4f}", (least,)))
     return questions
 
 
@@ -127,7 +129,7 @@ def calibration(candidate: Answered, current: Answered, users_R: np.ndarray, con
     tolerance = max(config.calibration_tolerance, abs(theirs.value - 1))
     low, high = 1 - tolerance, 1 + tolerance
     verdict: Verdict = "failed" if found.high < low or found.low > high else "passed"
-    return Question("stated over realised hits", verdict, found, f"interval meets {low:.2f} … {high:.2f}")
+    return Question("stated over realised hits", verdict, found, f"interval meets {low:.2f} … {high:.2f}", (low, high))
 
 
 def surprise(current: Answered, users_R: np.ndarray, expected: float | None, config: GateConfig) -> list[Question]:
@@ -144,7 +146,7 @@ def surprise(current: Answered, users_R: np.ndarray, expected: float | None, con
     found = resampled(lambda counts: float(counts @ total / max(counts @ number, 1.0)), len(total))
     least = (1 - config.max_fall) * expected
     verdict: Verdict = "failed" if found.high < least else "passed"
-    return [Question("NDCG@10 of the current model", verdict, found, f"upper bound at least {least:.4f}")]
+    return [Question("NDCG@10 of the current model", verdict, found, f"upper bound at least {least:.4f}", (least,))]
 
 
 def latency(seconds: Callable[[], tuple[float, float]], config: GateConfig, rounds: int = 30) -> Question:
@@ -157,9 +159,10 @@ def latency(seconds: Callable[[], tuple[float, float]], config: GateConfig, roun
     """
     ratios = np.array([ours / theirs for ours, theirs in (seconds() for _ in range(rounds))])
     low, value, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-    verdict: Verdict = "failed" if value > config.max_latency_ratio else "passed"
+    most = config.max_latency_ratio
+    verdict: Verdict = "failed" if value > most else "passed"
     found = Estimate(float(value), float(low), float(high))
-    return Question("time for a list, quartiles", verdict, found, f"median at most {config.max_latency_ratio:g}")
+    return Question("time for a list, quartiles", verdict, found, f"median at most {most:g}", (most,))
 
 
 def _difference(candidate: Answered, current: Answered, users_R: np.ndarray) -> Estimate:

@@ -1,7 +1,7 @@
 """The retraining job, from yesterday's events to a better model in service.
 
     lock → ingest → look at what is new → train a candidate → judge it beside the current model → gate
-         → learn everything → export → publish → prune → report
+         → learn everything → export, compare, time → publish → prune → report
 
 The job may be killed at any moment. What it has taken in is in the log for good and only then taken from its source;
 the registry changes by one rename at the end; and a run over the same log goes on from its checkpoints. So the next run
@@ -9,13 +9,13 @@ finishes what a killed one began, and until then the current model stays. A run 
 has announced its report before; the next run keeps it.
 """
 
-import fcntl
 import hashlib
 import json
+import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,12 +25,13 @@ import onnxruntime
 from model import registry as registries
 from model.bundle import ENCODER, RANKER, Bundle, open_bundle
 from model.config import FIRST_ITEM
+from model.onnx.export import ExportError
 from model.weights import load_model
 from training.catalog import Catalog, read_titles
 from training.config import PATHS
 from training.distributed import ALONE
 from training.evaluate import num_events, popularity_ranks
-from training.events import LogFacts, tie_counts
+from training.events import LogFacts, last_timestamp, tie_counts
 from training.files import write_whole
 from training.pipeline import commit, cpu_model, test_figures, versions, write
 from training.progress import Reporter
@@ -38,37 +39,18 @@ from training.retrain import gate
 from training.retrain import report as reports
 from training.retrain.config import JobConfig
 from training.retrain.gate import Answered
-from training.retrain.learn import Candidate, answers, learn_everything, train_candidate
+from training.retrain.learn import Candidate, answers, learn_everything, train_candidate, unlike
+from training.retrain.lock import locked
 from training.retrain.run import Run
 from training.retrain.slices import Cut, grown_catalog, slice_begin
 from training.retrain.sources import Outbox, new_files
-from training.retrain.store import NUM_BUCKETS, Store
-from training.retrain.window import Window, check, look, num_events_after
+from training.retrain.store import NUM_BUCKETS, Learned, Store
+from training.retrain.window import Window, check, look, num_new_events
 from training.study import strata
 from training.tables import DataError
 
 RECEIVED_ENTRIES = 1_000_000
 """Of the outbox, taken into the log at a time."""
-
-
-class JobLocked(Exception):
-    """Another run is under way."""
-
-
-@contextmanager
-def locked(work: Path) -> Iterator[None]:
-    """The right to run. The kernel takes it from a run that dies, so that none holds it for ever.
-
-    Raises:
-        JobLocked: another run has it.
-    """
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise JobLocked(f"{work}: another run of the job is under way; it holds {work / 'lock'}") from None
-        yield
 
 
 def take_in(store: Store, config: JobConfig, outbox: Outbox | None, work: Path, run: Run) -> None:
@@ -115,19 +97,30 @@ def retrain(
         outbox: of the service; None: files alone.
         report: receives the progress.
         command: the command line, for the bundle's manifest.
-        dry_run: end before anything is published; events are taken in all the same.
+        dry_run: do all but publish; events are taken in all the same.
         now: seconds since 1970; None: the clock's.
 
     Raises:
         JobLocked: another run is under way.
-        DataError, ConfigError, ExportError, BundleError, OSError: what the job could not do. Nothing was published, and
-            no event is lost.
+        DataError, ConfigError, BundleError, OSError: what the job could not do, which its report tells too, if it can
+            be written. Nothing was published, and no event is lost. What fails after a publication fails nothing.
     """
     with locked(work):
-        reports.keep_announced(work, registry)
         run = Run(begun=datetime.now(UTC).isoformat(timespec="seconds"))
-        _carry_out(run, config, work, registry, outbox, report, command, dry_run, time.time() if now is None else now)
-        reports.keep(run, work)
+        moment = time.time() if now is None else now
+        try:
+            reports.keep_announced(work, registry)
+            _carry_out(run, config, work, registry, outbox, report, command, dry_run, moment)
+            reports.keep(run, work)
+        except Exception as error:
+            if run.bundle is not None and _is_current(registry, run.bundle):
+                # The disk is full, for one. The next run keeps what this one has announced.
+                report.stage(f"published; what is left to do is the next run's: {error}")
+                return run
+            run.outcome, run.bundle, run.reason = "failed", None, str(error) or type(error).__name__
+            with suppress(OSError):
+                reports.keep(run, work)
+            raise
         return run
 
 
@@ -145,30 +138,33 @@ def _carry_out(
     clock = time.monotonic()
     store = Store(work / "log")
     report.stage("taking in new events")
-    erased = store.index.erased
-    take_in(store, config, outbox, work, run)
-    if store.index.erased != erased:
-        # What unfinished runs have cut from the log holds whom it has to forget.
-        shutil.rmtree(work / "runs", ignore_errors=True)
+    try:
+        take_in(store, config, outbox, work, run)
+    finally:
+        _remove_past(work, store)
     current = current_bundle(registry)
     run.current = None if current is None else current.manifest.version
-    learned = 0 if current is None else int(current.manifest.training.get("ingest", 0))
+    config = _going_on(config, current, run)
+    for note in run.notes:
+        report.stage(note)
+    learned = learned_by(current)
     _require_one_job(work, registry, store, learned, current)
     without = tuple(config.retrain.without_users)
     run.window = look(store, learned, now, without)
     run.seconds["taking in"] = time.monotonic() - clock
     report.stage(f"{run.window.events:,} new events beside {run.window.earlier_events:,}")
-    if run.window.events < config.retrain.limits.min_events:
-        run.reason = f"{run.window.events:,} new events; at least {config.retrain.limits.min_events:,} are waited for"
+    limits = config.retrain.limits
+    if run.window.events < limits.min_events:
+        run.reason = f"{run.window.events:,} new events; at least {limits.min_events:,} are waited for"
         return
-    held = _rolled_back_ingest(registry)
-    if held > learned and (newer := num_events_after(store, held, without)) < config.retrain.limits.min_events:
+    held = _rolled_back(registry)
+    if held.ingest > learned.ingest and (newer := num_new_events(store, held, without)) < limits.min_events:
         run.reason = (
             f"the model that learned all but {newer:,} of the new events was rolled back; at least"
-            f" {config.retrain.limits.min_events:,} newer ones are waited for before another learns them"
+            f" {limits.min_events:,} newer ones are waited for before another learns them"
         )
         return
-    run.checks = check(run.window, config.retrain.limits)
+    run.checks = check(run.window, limits, _num_known(current))
     if failed := [one for one in run.checks if not one.is_met]:
         run.outcome = "refused"
         run.reason = "; ".join(f"{one.name} is {one.found:.3g}, {one.accepted}: {one.advice}" for one in failed)
@@ -179,8 +175,7 @@ def _carry_out(
     if config.titles is not None:
         catalog = catalog.with_titles(read_titles(config.titles))
     facts = facts_of(store, catalog)
-    folder = work / "runs" / _fingerprint(config, store, run.current)
-    _remove_others(folder)
+    folder = _folder_of(work, store) / _fingerprint(config, store, run.current)
     candidate, cut, verdict = _judged(run, config, store, catalog, facts, learned, run.window, current, folder, report)
     if verdict != "passed":
         run.outcome = "refused" if verdict == "failed" else "undecided"
@@ -189,9 +184,6 @@ def _carry_out(
             for one in run.questions
             if one.verdict == verdict
         )
-        return
-    if dry_run:
-        run.outcome, run.reason = "would publish", "--dry-run"
         return
 
     clock = time.monotonic()
@@ -213,13 +205,22 @@ def _carry_out(
         "ingest": store.index.ingests,
         "judged": {name: run.judged[name] for name in ("candidate", "current") if name in run.judged},
     }
-    bundle = write(model.cpu(), prepared, candidate.calibration, record, registry)
+    try:
+        place = folder / "registry" if dry_run else registry
+        bundle = write(model.cpu(), prepared, candidate.calibration, record, place)
+    except ExportError as error:
+        run.outcome, run.reason = "refused", str(error)
+        return
     if current is not None:
         run.questions.append(gate.latency(_timed(open_bundle(bundle), current), config.retrain.gate))
         if run.questions[-1].verdict == "failed":
             shutil.rmtree(bundle)
             run.outcome, run.reason = "refused", f"{run.questions[-1].name} {run.questions[-1].found.value:.2f}"
             return
+    if dry_run:
+        shutil.rmtree(bundle)
+        run.outcome, run.reason = "would publish", "--dry-run"
+        return
     run.outcome, run.bundle = "published", bundle.name
     reports.announce(run, work)
     try:
@@ -229,7 +230,7 @@ def _carry_out(
         run.outcome, run.bundle, run.reason = "refused", None, f"{error}; run the job again to be judged beside it"
         return
     registries.prune(registry, config.retrain.keep)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(work / "runs", ignore_errors=True)
 
 
 def current_bundle(registry: Path) -> Bundle | None:
@@ -238,15 +239,61 @@ def current_bundle(registry: Path) -> Bundle | None:
     return None if index is None else open_bundle(registry / index.current)
 
 
-def _require_one_job(work: Path, registry: Path, store: Store, learned: int, current: Bundle | None) -> None:
+def _going_on(config: JobConfig, current: Bundle | None, run: Run) -> JobConfig:
+    """The configuration with the current model where it names none; what is lost all the same is noted."""
+    if current is None:
+        return config
+    if "model" not in config.model_fields_set:
+        config = config.model_copy(update={"model": current.manifest.model})
+    if config.retrain.start == "warm" and (differs := unlike(config.model, current)):
+        run.notes.append(
+            f"the candidate begins from nothing: its model differs from the current one's in {', '.join(differs)};"
+            " leave `model` out of the configuration to go on with the current one"
+        )
+    if config.metadata is None and current.new_items.regression is not None:
+        run.notes.append(
+            "the current model places items that are added at run time by their metadata, the next one will not: give"
+            " the job metadata.path"
+        )
+    return config
+
+
+def _is_current(registry: Path, version: str) -> bool:
+    index = registries.read_index(registry)
+    return index is not None and index.current == version
+
+
+def learned_by(current: Bundle | None) -> Learned:
+    """What the current model has learned of the job's log.
+
+    One that another command fitted has learned the log that it was given, if that log has timestamps; a date ahead of
+    the fit itself is a wrong clock's.
+    """
+    if current is None:
+        return Learned()
+    manifest = current.manifest
+    if "ingest" in manifest.training:
+        return Learned(ingest=manifest.training["ingest"])
+    last = manifest.data.get("last_timestamp")
+    return Learned() if last is None else Learned(until=min(last, manifest.created_at.timestamp()))
+
+
+def _num_known(current: Bundle | None) -> int | None:
+    """Of how many users the current model learned, if another command fitted it, on a log with timestamps."""
+    if current is None or math.isinf(learned_by(current).until):
+        return None
+    return int(current.manifest.data["users"])
+
+
+def _require_one_job(work: Path, registry: Path, store: Store, learned: Learned, current: Bundle | None) -> None:
     """That log and registry belong together.
 
     Raises:
         DataError: they cannot: another log was learned, or the registry is empty where this job has published.
     """
-    if learned > store.index.ingests:
+    if learned.ingest > store.index.ingests:
         raise DataError(
-            f"{registry}: the current bundle learned from {learned} ingests, the log in {work} has"
+            f"{registry}: the current bundle learned from {learned.ingest} ingests, the log in {work} has"
             f" {store.index.ingests}: it is another one, or an older copy of it. Give the --work folder of the job that"
             " published the bundle; or, to start anew, an empty --work and another --registry"
         )
@@ -257,12 +304,12 @@ def _require_one_job(work: Path, registry: Path, store: Store, learned: int, cur
         )
 
 
-def _rolled_back_ingest(registry: Path) -> int:
-    """Number of the last ingest that the bundle had learned from which somebody rolled back; 0: there is none."""
+def _rolled_back(registry: Path) -> Learned:
+    """What the bundle had learned from which somebody rolled back; nothing where there is none."""
     index = registries.read_index(registry)
     if index is None or index.rolled_back is None or not (registry / index.rolled_back).is_dir():
-        return 0
-    return int(open_bundle(registry / index.rolled_back).manifest.training.get("ingest", 0))
+        return Learned()
+    return learned_by(open_bundle(registry / index.rolled_back))
 
 
 def _judged(
@@ -271,7 +318,7 @@ def _judged(
     store: Store,
     catalog: Catalog,
     facts: LogFacts,
-    learned: int,
+    learned: Learned,
     window: Window,
     current: Bundle | None,
     folder: Path,
@@ -351,11 +398,12 @@ def _figures(answered: Answered) -> dict[str, float]:
 
 def facts_of(store: Store, catalog: Catalog) -> LogFacts:
     """What is known of the log, for a manifest."""
-    users = tied = tied_last = 0
+    users, tied, tied_last, last = 0, 0, 0, -math.inf
     for number in range(NUM_BUCKETS):
         events = store.bucket(number)
         counts = tie_counts(events)
         users, tied, tied_last = users + events["user_id"].n_unique(), tied + counts[0], tied_last + counts[1]
+        last = max(last, last_timestamp(events))
     return LogFacts(
         rows_read=store.index.rows,
         rows_kept=store.index.rows,
@@ -366,6 +414,7 @@ def facts_of(store: Store, catalog: Catalog) -> LogFacts:
         has_timestamps=True,
         tied_events_share=tied / max(store.index.rows, 1),
         tied_last_two_users_share=tied_last / max(users, 1),
+        last_timestamp=last,
         sha256=hashlib.sha256(store.index.model_dump_json().encode()).hexdigest(),
     )
 
@@ -376,12 +425,16 @@ def _fingerprint(config: JobConfig, store: Store, current: str | None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _remove_others(folder: Path) -> None:
-    """Make a run's folder, and remove those of unfinished runs over other logs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for other in folder.parent.iterdir():
-        if other != folder:
-            shutil.rmtree(other)
+def _folder_of(work: Path, store: Store) -> Path:
+    """Where the runs over the log as it is now lie."""
+    return work / "runs" / f"{store.index.ingests:06}"
+
+
+def _remove_past(work: Path, store: Store) -> None:
+    """Remove the folders of unfinished runs over the log as it was: they hold whom it may have forgotten since."""
+    for folder in (work / "runs").glob("*"):
+        if folder != _folder_of(work, store):
+            shutil.rmtree(folder)
 
 
 def _timed(candidate: Bundle, current: Bundle) -> Callable[[], tuple[float, float]]:

@@ -47,7 +47,7 @@ def begin(config: JobConfig, prepared: Prepared, current: Bundle | None) -> tupl
     """A model to train, how to train it, and whether it begins with the current model's weights."""
     torch.manual_seed(config.training.seed)
     model = build_model(config.model, torch.from_numpy(prepared.catalog.training_counts))
-    if current is None or config.retrain.start == "scratch" or not _is_alike(config.model, current):
+    if current is None or config.retrain.start == "scratch" or unlike(config.model, current):
         return model, config.training, False
     known = load_model(current).state_dict()
     model.load_state_dict(grown_weights(known, model.state_dict(), current.manifest.num_items))
@@ -76,7 +76,7 @@ def train_candidate(
     counted, split = split_at(store, catalog, cut, folder / "shards")
     event = resolve_event(config.event, split.validation)
     metadata = None if config.metadata is None else read_metadata(config.metadata)
-    retired = frozenset() if config.retired is None else read_retired(config.retired)
+    retired = _retired_by(current) if config.retired is None else read_retired(config.retired)
     split = replace(split, test=askable(split.test, event))
     prepared = Prepared(facts, counted, split, event, metadata, retired)
     model, settings, is_warm = begin(config, prepared, current)
@@ -136,5 +136,18 @@ def as_read_by(targets: Targets, num_items: int) -> Targets:
     return Targets(history, np.where(targets.target < FIRST_ITEM + num_items, targets.target, FIRST_ITEM))
 
 
-def _is_alike(wanted: ModelConfig, current: Bundle) -> bool:
-    return current.manifest.model == wanted
+def unlike(wanted: ModelConfig, current: Bundle) -> list[str]:
+    """In what a model differs from the current one so that it cannot begin with that one's weights.
+
+    Dropout has no weights.
+    """
+    without_weights = {"dropout", "attention_dropout"}
+    ours, theirs = (one.model_dump(exclude=without_weights) for one in (wanted, current.manifest.model))
+    return [name for name, value in ours.items() if theirs[name] != value]
+
+
+def _retired_by(current: Bundle | None) -> frozenset[str]:
+    """Ids of the items that the current bundle does not list."""
+    if current is None:
+        return frozenset()
+    return frozenset(current.items.ids[number - FIRST_ITEM] for number in current.items.retired.tolist())

@@ -1,4 +1,4 @@
-"""What a run of the job leaves for people and programs: a Markdown page and the same as JSON.
+"""What a run of the job leaves for people and programs: a Markdown page, its figure, and the same as JSON.
 
 A run that publishes is told of twice: before, in a folder for what is announced, and when it has ended, among the
 reports. Killed in between it leaves the first, which the next run keeps if it came true.
@@ -16,6 +16,7 @@ from training.retrain.run import EXIT_STATUS, Run
 from training.study.layout import Row, Table
 
 REPORTS = "reports"
+SHOWN_NIGHTS = 60
 ANNOUNCED = "announced"
 """Of a run that is about to publish, and names the bundle."""
 
@@ -32,12 +33,19 @@ def to_markdown(run: Run) -> str:
     """The run's report."""
     tables = [_ingests(run), _window(run), _checks(run), _judged(run), _questions(run), _seconds(run)]
     parts = [f"## {table.title}\n\n{table.to_markdown()}" for table in tables if table.rows]
-    repeated = ""
+    repeated = "".join(f"\n\nNote: {note}." for note in run.notes)
+    if any(not one.is_met for one in run.checks):
+        repeated += (
+            "\n\nWhat was taken in stays in the log, and is part of the next night's window. `bft-train log show --work"
+            " WORK` lists the ingests, and `bft-train log forget INGEST --work WORK` takes one out."
+        )
     if run.repeated_files:
-        repeated = f"\n\nFiles whose content was read before: {', '.join(run.repeated_files)}."
+        repeated += f"\n\nFiles whose content was read before: {', '.join(run.repeated_files)}."
     if run.unusable_entries:
         repeated += f"\n\n{run.unusable_entries:,} entries of the outbox say nothing that can be used; see rejects/."
     head = f"# Retraining, {run.begun}: {run.outcome}\n\n{run.reason or _success(run)}{repeated}"
+    if _has_figure(run):
+        head += f"\n\n![What the gate asked, how the candidate learned, and the nights]({_stem(run)}.png)"
     return "\n\n".join([head, *parts]) + "\n"
 
 
@@ -48,12 +56,12 @@ def path_of(run: Run, work: Path) -> Path:
 
 def announce(run: Run, work: Path) -> None:
     """Tell of a run that is about to publish, as if it had."""
-    _write(run, work / ANNOUNCED)
+    _write(run, work, ANNOUNCED)
 
 
 def keep(run: Run, work: Path) -> None:
     """Write report and record of a run that has ended into the job's folder."""
-    _write(run, work / REPORTS)
+    _write(run, work, REPORTS)
     shutil.rmtree(work / ANNOUNCED, ignore_errors=True)
 
 
@@ -62,8 +70,9 @@ def keep_announced(work: Path, registry: Path) -> None:
     index = registries.read_index(registry)
     published = () if index is None else index.history
     for record in sorted((work / ANNOUNCED).glob("*.json")):
-        if json.loads(record.read_bytes())["bundle"] in published:
-            for path in (record.with_suffix(".md"), record):
+        # One that lies there already was killed when the others had begun to be removed.
+        if json.loads(record.read_bytes())["bundle"] in published and not (work / REPORTS / record.name).exists():
+            for path in (record.with_suffix(".png"), record.with_suffix(".md"), record):
                 write_whole(work / REPORTS / path.name, path.read_bytes())
     for unfinished in (work / REPORTS).glob(".*"):
         unfinished.unlink()
@@ -72,16 +81,31 @@ def keep_announced(work: Path, registry: Path) -> None:
 
 def has_published(work: Path) -> bool:
     """Whether the reports tell of a publication."""
-    records = (json.loads(path.read_bytes()) for path in (work / REPORTS).glob("*.json"))
-    return any(record["outcome"] == "published" for record in records)
+    return any(record["outcome"] == "published" for record in _records(work))
+
+
+def _records(work: Path) -> list[dict[str, Any]]:
+    """Of the runs that have ended, oldest first."""
+    return [json.loads(path.read_bytes()) for path in sorted((work / REPORTS).glob("*.json"))]
+
+
+def _has_figure(run: Run) -> bool:
+    return bool(run.questions)
 
 
 def _stem(run: Run) -> str:
     return run.begun.replace(":", "-").replace("+00-00", "Z")
 
 
-def _write(run: Run, folder: Path) -> None:
-    # The record last: where it lies, the page does too.
+def _write(run: Run, work: Path, place: str) -> None:
+    folder = work / place
+    if _has_figure(run):
+        # A moment to import, for nights that judge.
+        from training.figures import save
+        from training.retrain.figures import night
+
+        save(night(run, _records(work)[-SHOWN_NIGHTS:]), folder / f"{_stem(run)}.png")
+    # The record last: where it lies, the rest does too.
     write_whole(folder / f"{_stem(run)}.md", to_markdown(run).encode())
     write_whole(folder / f"{_stem(run)}.json", (json.dumps(to_json(run), indent=2) + "\n").encode())
 

@@ -7,13 +7,14 @@ from training.retrain.gate import Question
 from training.retrain.store import Ingest
 from training.retrain.window import Check, Window
 
-Outcome = Literal["published", "would publish", "refused", "undecided", "nothing new"]
+Outcome = Literal["published", "would publish", "refused", "undecided", "nothing new", "failed"]
 EXIT_STATUS: dict[Outcome, int] = {
     "published": 0,
     "would publish": 0,
     "refused": 3,
     "undecided": 3,
     "nothing new": 4,
+    "failed": 2,
 }
 
 
@@ -23,7 +24,10 @@ class Run:
 
     begun: str
     outcome: Outcome = "nothing new"
+    """`failed`: an error ended it, which `reason` tells."""
     reason: str = ""
+    notes: list[str] = field(default_factory=list)
+    """What somebody should know who set the job up."""
     ingests: list[Ingest] = field(default_factory=list)
     repeated_files: list[str] = field(default_factory=list)
     unusable_entries: int = 0

@@ -22,7 +22,7 @@ import polars as pl
 
 from model.config import UNK
 from training.catalog import Catalog
-from training.retrain.store import NUM_BUCKETS, Store
+from training.retrain.store import NUM_BUCKETS, Learned, Store
 from training.splits import Histories, Split, Targets, place_of, to_histories, training_counts
 from training.streaming import Shards, write_shard
 
@@ -43,12 +43,12 @@ class Cut:
     """Where the log is cut.
 
     Args:
-        learned: number of the last ingest that the current model has learned; the slice is of later ones.
+        learned: what the current model has learned; the slice is of the others.
         begin: the slice's first moment, seconds since 1970; infinite: nobody is asked anything, all is learned.
         without_users: whose events are left out everywhere.
     """
 
-    learned: int
+    learned: Learned
     begin: float = math.inf
     without_users: tuple[str, ...] = ()
 
@@ -63,12 +63,12 @@ def grown_catalog(store: Store, known: Catalog | None) -> Catalog:
     return Catalog.from_ids(ids) if known is None else known.grow(ids)
 
 
-def slice_begin(store: Store, learned: int, num_events: int, without_users: Sequence[str] = ()) -> float:
+def slice_begin(store: Store, learned: Learned, num_events: int, without_users: Sequence[str] = ()) -> float:
     """The moment from which on there are at least so many new events, or all: seconds since 1970."""
     newest = np.empty(0)
     for number in range(NUM_BUCKETS):
         events = store.bucket(number).filter(~pl.col("user_id").is_in(without_users))
-        new = events.filter((pl.col("ingest") > learned) & (pl.col("weight") > 0))["timestamp"]
+        new = events.filter(learned.is_new() & (pl.col("weight") > 0))["timestamp"]
         newest = np.sort(np.concatenate([newest, new.to_numpy()]))[-num_events:]
     return float(newest[0]) if len(newest) else math.inf
 
@@ -140,11 +140,11 @@ class _Shares:
 
 
 def _is_new(events: pl.DataFrame, cut: Cut) -> np.ndarray:
-    return (events["ingest"] > cut.learned).to_numpy()
+    return events.select(cut.learned.is_new()).to_series().to_numpy()
 
 
 def _in_slice(events: pl.DataFrame, cut: Cut) -> np.ndarray:
-    return events.select((pl.col("ingest") > cut.learned) & (pl.col("timestamp") >= cut.begin)).to_series().to_numpy()
+    return events.select(cut.learned.is_new() & (pl.col("timestamp") >= cut.begin)).to_series().to_numpy()
 
 
 def _shards(store: Store, cut: Cut) -> Iterator[pl.DataFrame]:

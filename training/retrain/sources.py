@@ -18,7 +18,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from training.events import MAX_WEIGHT, MIN_WEIGHT, DataConfig, Reading, read_blocks, source_files
-from training.retrain.store import EVENT_SCHEMA, SESSION, Incoming, Merge
+from training.retrain.store import EVENT_SCHEMA, NOBODY, SESSION, Incoming, Merge
 from training.tables import DataError
 
 GROUP = "retrain"
@@ -128,6 +128,9 @@ class Outbox:
             self._client = client.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
         except RedisError as error:
             raise self._unreachable(error) from error
+        except ValueError as error:
+            # Its message names the accepted schemes and not the URL, which may hold a password.
+            raise DataError(f"BFT_REDIS_URL: {error}") from error
 
     def __enter__(self) -> "Outbox":
         return self
@@ -229,12 +232,14 @@ def _understood(entries: list[tuple[str, bytes, dict[bytes, bytes]]]) -> Receive
             match fields.get("kind"):
                 case "event":
                     rows.append(_event(fields))
-                case "erase":
+                case "erase" if "user_id" in fields:
                     time = float(fields["timestamp_ms"]) / 1000
                     erasures[fields["user_id"]] = max(time, erasures.get(fields["user_id"], time))
-                case "merge":
+                case "merge" | "erase":
+                    # Of a session that was merged into a user who is erased: what it had until then is nobody's.
+                    into = fields["user_id"] if fields["kind"] == "merge" else NOBODY
                     time = float(fields["timestamp_ms"]) / 1000
-                    merges.append(Merge(session_id=fields["session_id"], user_id=fields["user_id"], timestamp=time))
+                    merges.append(Merge(session_id=fields["session_id"], user_id=into, timestamp=time))
                 case other:
                     raise ValueError(f"kind is {other!r}; known: event, merge, erase")
         except (ValueError, KeyError) as error:

@@ -11,7 +11,8 @@ first to come is kept: a file that is sent twice, a queue's entry that is delive
 
 An erased user's events that are there when the erasure comes, whatever their date, and those dated up to it are
 dropped, now and whenever they come again; of the user only a hash is remembered. The events that an anonymous session
-had up to its merge into a user are the user's, those too that come up to `MERGE_MEMORY_S` later.
+had up to its merge into a user are the user's, by their dates, those too that come up to `MERGE_MEMORY_S` later; of an
+erased user they are nobody's, and dropped.
 """
 
 import hashlib
@@ -55,8 +56,12 @@ STORED_SCHEMA = pl.Schema({**EVENT_SCHEMA, "ingest": pl.UInt32()})
 """Of a bucket: with the number of the ingest that brought the event."""
 
 
+NOBODY = ""
+"""In place of a user whose events are dropped; no user's id is empty."""
+
+
 class Merge(BaseModel):
-    """A session whose events are a user's."""
+    """A session whose events are a user's, or nobody's any more."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -113,6 +118,20 @@ class Ingest:
     """Events of earlier ingests that an erasure removed."""
 
 
+@dataclass(frozen=True)
+class Learned:
+    """How far a model has learned the log: up to an ingest, or, where the job did not make it, up to a moment."""
+
+    ingest: int = 0
+    """Number of the last ingest that it learned; 0: it knows of none."""
+    until: float = -math.inf
+    """It learned what is dated up to here, seconds since 1970, whenever that came into the log."""
+
+    def is_new(self) -> pl.Expr:
+        """Of events of the log, those that it has not learned."""
+        return (pl.col("ingest") > self.ingest) & (pl.col("timestamp") > self.until)
+
+
 class Store:
     """The log in a folder.
 
@@ -154,16 +173,23 @@ class Store:
         arrivals = _Arrivals(self.folder / f"{number:06}-arrived", number)
         read = arrivals.scatter(incoming.blocks)
         erased = before.erased | {
-            user_hash(user_id): max(time, before.erased.get(user_hash(user_id), time))
-            for user_id, time in incoming.erasures.items()
+            user_hash(user_id): max(at, before.erased.get(user_hash(user_id), at))
+            for user_id, at in incoming.erasures.items()
         }
         # One that came before, after a kill for one, is over: what came since is the new user's.
         forgotten = [
             user_id
-            for user_id, time in incoming.erasures.items()
-            if time > before.erased.get(user_hash(user_id), -math.inf)
+            for user_id, at in incoming.erasures.items()
+            if at > before.erased.get(user_hash(user_id), -math.inf)
         ]
-        merges = (*before.merges, *incoming.merges)
+        # What came earlier came before the erasure, however a clock dated it.
+        merges = [
+            *(_forgetting(merge, merge.user_id in forgotten) for merge in before.merges),
+            *(
+                _forgetting(merge, merge.timestamp <= incoming.erasures.get(merge.user_id, -math.inf))
+                for merge in incoming.merges
+            ),
+        ]
         left = arrivals.move_sessions(merges, self.bucket)
 
         touched = left | arrivals.buckets() | {bucket_of(user_id) for user_id in incoming.erasures}
@@ -171,28 +197,83 @@ class Store:
         for bucket in sorted(touched):
             stored, arrived = self.bucket(bucket), arrivals.of_bucket(bucket)
             both = pl.concat([stored, arrived])
-            both = both.filter(_merged_into(both, merges).is_null())
-            # What came earlier came before the erasure, however a clock dated it.
-            gone = _is_erased(both, erased) | (both["user_id"].is_in(forgotten) & (both["ingest"] < number))
+            both = both.with_columns(into=_merged_into(both, merges)).filter(pl.col("into").fill_null(NOBODY) == NOBODY)
+            gone = (
+                both["into"].is_not_null()
+                | _is_erased(both, erased)
+                | (both["user_id"].is_in(forgotten) & (both["ingest"] < number))
+            )
             arrived_gone = int((gone & (both["ingest"] == number)).sum())
             of_erased, removed = of_erased + arrived_gone, removed + int(gone.sum()) - arrived_gone
-            merged = _each_once(both.filter(~gone)).sort("user_id", "timestamp", maintain_order=True)
+            merged = _each_once(both.drop("into").filter(~gone)).sort("user_id", "timestamp", maintain_order=True)
             new += int((merged["ingest"] == number).sum())
             rows += len(merged) - len(stored)
-            names[bucket] = f"{bucket:02}-{number:06}.parquet" if len(merged) else None
-            if len(merged):
-                _write_durably(merged, self.folder / f"{bucket:02}-{number:06}.parquet")
-        index = Index(
-            ingests=number,
-            buckets=tuple(names),
-            rows=rows,
-            files_read={**before.files_read, **incoming.files_read},
-            erased=erased,
-            merges=_recent([merge for merge in merges if merge.user_id not in forgotten]),
+            names[bucket] = self._write_bucket(bucket, number, merged)
+        self._replace_index(
+            Index(
+                ingests=number,
+                buckets=tuple(names),
+                rows=rows,
+                files_read={**before.files_read, **incoming.files_read},
+                erased=erased,
+                merges=_recent(merges),
+            )
         )
+        return Ingest(number, read, new, read - new - of_erased, of_erased, removed)
+
+    def ingests(self) -> pl.DataFrame:
+        """Of each ingest of which there are events: `ingest`, `events`, `first`, `last`, `sources`, in their order.
+
+        Times are seconds since 1970; sources are names of files, and `outbox`.
+        """
+        time, source = pl.col("timestamp"), pl.col("source").unique()
+        parts = [
+            self.bucket(bucket)
+            .group_by("ingest")
+            .agg(events=pl.len(), first=time.min(), last=time.max(), sources=source)
+            for bucket in range(NUM_BUCKETS)
+        ]
+        sources = pl.col("sources").explode().unique().sort()
+        summed = [pl.col("events").sum(), pl.col("first").min(), pl.col("last").max(), sources]
+        return pl.concat(parts).group_by("ingest").agg(summed).sort("ingest")
+
+    def forget(self, ingest: int) -> int:
+        """Remove the events of an ingest; returns how many.
+
+        Its files stay read, its erasures and merges done. What was dropped for being like one of its events does not
+        come back.
+
+        Raises:
+            DataError: there was no such ingest.
+            OSError: the log cannot be written. It is as it was.
+        """
+        before, number = self.index, self.index.ingests + 1
+        if not 1 <= ingest < number:
+            raise DataError(f"{self.folder}: there is no ingest {ingest}; there were {before.ingests}, from 1")
+        names, removed = list(before.buckets), 0
+        for bucket in range(NUM_BUCKETS):
+            stored = self.bucket(bucket)
+            left = stored.filter(pl.col("ingest") != ingest)
+            if len(left) < len(stored):
+                removed += len(stored) - len(left)
+                names[bucket] = self._write_bucket(bucket, number, left)
+        # It counts as an ingest, of nothing: files have its number in their names.
+        changed = {"ingests": number, "buckets": tuple(names), "rows": before.rows - removed}
+        self._replace_index(before.model_copy(update=changed))
+        self._remove_strays()
+        return removed
+
+    def _write_bucket(self, bucket: int, number: int, events: pl.DataFrame) -> str | None:
+        """Write a bucket anew in the course of an ingest; returns the file's name."""
+        if events.is_empty():
+            return None
+        name = f"{bucket:02}-{number:06}.parquet"
+        _write_durably(events, self.folder / name)
+        return name
+
+    def _replace_index(self, index: Index) -> None:
         write_whole(self.folder / INDEX, index.model_dump_json(indent=1).encode() + b"\n")
         self.index = index
-        return Ingest(number, read, new, read - new - of_erased, of_erased, removed)
 
     def _remove_strays(self) -> None:
         """Remove what a killed or failed ingest left, and buckets that were written anew."""
@@ -224,14 +305,14 @@ class _Arrivals:
         """Write the events of merged sessions, arrived or stored, once more, to the buckets of their users.
 
         Returns:
-            the buckets that they have to leave.
+            the buckets that they have to leave, nobody's too.
         """
         left = set()
         for bucket in {bucket_of(SESSION + merge.session_id) for merge in merges}:
             events = pl.concat([stored(bucket), self.of_bucket(bucket)])
             moved = events.with_columns(user_id=_merged_into(events, merges)).drop_nulls("user_id")
             if len(moved):
-                self._write(moved)
+                self._write(moved.filter(pl.col("user_id") != NOBODY))
                 left.add(bucket)
         return left
 
@@ -264,6 +345,11 @@ def user_hash(user_id: str) -> str:
     return hashlib.blake2b(user_id.encode(), digest_size=16).hexdigest()
 
 
+def _forgetting(merge: Merge, is_erased: bool) -> Merge:
+    """A merge, into nobody where the user is erased."""
+    return merge.model_copy(update={"user_id": NOBODY}) if is_erased else merge
+
+
 def _in_rounds(blocks: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:
     """The blocks, put together to some `SCATTER_ROWS` rows."""
     gathered: list[pl.DataFrame] = []
@@ -283,7 +369,7 @@ def _buckets(user_ids: pl.Series) -> pl.Series:
 
 
 def _merged_into(events: pl.DataFrame, merges: Sequence[Merge]) -> pl.Series:
-    """The user that each event belongs to by the first merge of its session since; null: to whom it says."""
+    """Whose each event is by the first merge of its session since, a user's or `NOBODY`'s; null: whose it says."""
     table = pl.DataFrame(
         {
             "user_id": [SESSION + merge.session_id for merge in merges],

@@ -52,7 +52,7 @@ def track(uri: str, run: Run, config: JobConfig, report: Path, registry: Path) -
         uri: of MLflow's tracking server, as MLFLOW_TRACKING_URI.
         run: of the job.
         config: its configuration; paths stay out.
-        report: its Markdown; the JSON lies beside it.
+        report: its Markdown; JSON and figure lie beside it.
         registry: where the published bundle lies.
 
     Raises:
@@ -72,7 +72,7 @@ def track(uri: str, run: Run, config: JobConfig, report: Path, registry: Path) -
         client.log_batch(run_id, params=params[begin : begin + MAX_PARAMS])
     for key, value in metrics_of(run).items():
         client.log_metric(run_id, key, value)
-    for path in (report, report.with_suffix(".json")):
+    for path in sorted(report.parent.glob(f"{report.stem}.*")):
         client.log_artifact(run_id, str(path))
     if run.bundle is not None:
         client.log_artifacts(run_id, str(registry / run.bundle), "bundle")

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 from pydantic import BaseModel, ConfigDict, Field
 
-from training.retrain.store import NUM_BUCKETS, SESSION, Store
+from training.retrain.store import NUM_BUCKETS, SESSION, Learned, Store
 
 DAY_S = 86_400
 REFERENCE_DAYS = 28
@@ -43,6 +43,8 @@ class Limits(BaseModel):
     """Of the new events, dated more than a day after now."""
     max_late_share: float = Field(default=0.5, ge=0, le=1)
     """Of the new events, dated before the last event that the current model learned."""
+    min_known_share: float = Field(default=0.9, ge=0, le=1)
+    """Of the users whom the current model learned, where another command fitted it, with earlier events in the log."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Window:
 
     events: int
     earlier_events: int
+    earlier_users: int = 0
     users: int = 0
     items: int = 0
     first: float = math.nan
@@ -91,12 +94,12 @@ class Window:
         return {key: value for key, value in asdict(self).items() if value == value}
 
 
-def look(store: Store, learned: int, now: float, without_users: Sequence[str] = ()) -> Window:
-    """Look at the events of the ingests after `learned`; those of weight 0 count too.
+def look(store: Store, learned: Learned, now: float, without_users: Sequence[str] = ()) -> Window:
+    """Look at the events that are new; those of weight 0 count too.
 
     Args:
         store: the log. One bucket at a time is in memory, and counts by user, item and day.
-        learned: number of the last ingest that the current model has learned; 0: none.
+        learned: what the current model has learned of it.
         now: seconds since 1970.
         without_users: whose events do not count.
     """
@@ -104,7 +107,7 @@ def look(store: Store, learned: int, now: float, without_users: Sequence[str] = 
     first, last, learned_until = math.inf, -math.inf, -math.inf
     for number in range(NUM_BUCKETS):
         events = _bucket(store, number, without_users).with_columns(
-            new=pl.col("ingest") > learned, day=(pl.col("timestamp") // DAY_S).cast(pl.Int64())
+            new=learned.is_new(), day=(pl.col("timestamp") // DAY_S).cast(pl.Int64())
         )
         for key, so_far in counts.items():
             counts[key] = _added(so_far, events, key)
@@ -121,6 +124,7 @@ def look(store: Store, learned: int, now: float, without_users: Sequence[str] = 
     window = Window(
         events=num_new,
         earlier_events=int(users["earlier"].sum()),
+        earlier_users=int((users["earlier"] > 0).sum()),
         learned_until=learned_until if math.isfinite(learned_until) else math.nan,
     )
     if num_new == 0:
@@ -150,14 +154,20 @@ def look(store: Store, learned: int, now: float, without_users: Sequence[str] = 
     )
 
 
-def num_events_after(store: Store, learned: int, without_users: Sequence[str] = ()) -> int:
-    """Events of the ingests after `learned`."""
-    parts = (_bucket(store, number, without_users)["ingest"] for number in range(NUM_BUCKETS))
-    return sum(int((part > learned).sum()) for part in parts)
+def num_new_events(store: Store, learned: Learned, without_users: Sequence[str] = ()) -> int:
+    """Events that a model has not learned."""
+    buckets = (_bucket(store, number, without_users) for number in range(NUM_BUCKETS))
+    return sum(int(events.select(learned.is_new().sum()).item()) for events in buckets)
 
 
-def check(window: Window, limits: Limits) -> list[Check]:
-    """Whether a window can be learned from; checks that need earlier events are left out where there are none."""
+def check(window: Window, limits: Limits, known_users: int | None = None) -> list[Check]:
+    """Whether a window can be learned from; checks that need earlier events are left out where there are none.
+
+    Args:
+        window: what `look` found.
+        limits: what is accepted.
+        known_users: of how many users the current model learned where it was not this job that made it, else None.
+    """
     checks = [
         _at_most(
             "busiest_user",
@@ -174,6 +184,18 @@ def check(window: Window, limits: Limits) -> list[Check]:
             " before it, or raise retrain.limits.max_future_share",
         ),
     ]
+    if known_users:
+        share = window.earlier_users / known_users
+        known = Check(
+            "known",
+            share,
+            f"at least {limits.min_known_share:g}",
+            share >= limits.min_known_share,
+            "the log lacks users whom the current model learned, and their histories: put the file that the model was"
+            " fitted on beside the new ones, for one night, or give another --registry to begin without that model; or"
+            " lower retrain.limits.min_known_share",
+        )
+        checks.append(known)
     if window.earlier_events:
         checks += [
             _at_most(
@@ -256,11 +278,11 @@ def _bucket(store: Store, number: int, without_users: Sequence[str]) -> pl.DataF
     return store.bucket(number).filter(~pl.col("user_id").is_in(without_users))
 
 
-def _num_between(store: Store, learned: int, without_users: Sequence[str], begin: float, end: float) -> int:
+def _num_between(store: Store, learned: Learned, without_users: Sequence[str], begin: float, end: float) -> int:
     """New events dated after `begin` and before `end`."""
     found = 0
     for number in range(NUM_BUCKETS):
-        new = _bucket(store, number, without_users).filter(pl.col("ingest") > learned)["timestamp"]
+        new = _bucket(store, number, without_users).filter(learned.is_new())["timestamp"]
         found += int(((new > begin) & (new < end)).sum())
     return found
 

@@ -153,7 +153,7 @@ def carry_out(run: Run, config: RunConfig, records: Path, scratch: Path, report:
     if run.training_noise:
         learned, num_replaced = with_training_noise(prepared, run.training_noise, run.seed)
         noise = {"share": run.training_noise, "replaced_events": float(num_replaced)}
-    checkpoint = scratch / f"{run.name}-{fingerprint(config, prepared.log)}.pt"
+    checkpoint = scratch / f"{run.name}-{fingerprint(config, prepared)}.pt"
     torch.manual_seed(config.training.seed)
     model = build_model(config.model, torch.from_numpy(learned.catalog.training_counts))
     state = fit(model, learned.split, learned.event, config.training, checkpoint, report.step, report.epoch)

@@ -30,8 +30,8 @@ from training.confidence.judge import (
     comparisons,
     item_confidence,
     judge,
-    likelihood,
     list_confidence,
+    nats,
     of_served_list,
     precision_adds,
     words,
@@ -256,7 +256,7 @@ def test_the_likelihood_stands_beside_popularitys() -> None:
     prepared = small_prepared(split, 8)
     predictions = planted(2, 0.0, 1)
 
-    found = likelihood(predictions, prepared)
+    found = nats(predictions, prepared).likelihood(np.array([True, True]))
 
     counts = prepared.catalog.training_counts + 1
     target = split.test.target - FIRST_ITEM
@@ -301,7 +301,16 @@ def test_a_whole_judgement_of_a_small_model() -> None:
     assert found["best_free"] == PLAIN_FITTED
     assert len(found["precision_adds"]) == 2
     assert found["lists"].users == 3 * LEAST_USERS
-    assert list(found["by_user"]) == ["4–5"]
+    # All have as many events: the one stratum says what all say.
+    assert list(found["by_user"]) == list(found["likelihood_by_user"]) == list(found["comparisons_by_user"]) == ["4–5"]
+    assert found["likelihood_by_user"]["4–5"] == found["likelihood"]
+    of_all = {one.name: one.model_copy(update={"cost": None}) for one in found["comparisons"]}
+    of_stratum = [one.model_copy(update={"cost": None}) for one in found["comparisons_by_user"]["4–5"]]
+    assert of_stratum == [of_all[name] for name in (SERVED, PLAIN_FITTED, UNAWARE)]
+    by_target = found["likelihood_by_target"]
+    assert sum(one.users for one in by_target.values()) == found["likelihood"].users
+    mean = sum(one.users * one.model.value for one in by_target.values()) / found["likelihood"].users
+    assert mean == pytest.approx(found["likelihood"].model.value)
     assert set(found["risk_curve"]) == {"coverage", "served", PLAIN}
     assert found["risk_curve"]["served"][-1] == pytest.approx(1 - found["lists"].realised)
 
@@ -312,4 +321,7 @@ def test_one_user_has_a_target_that_the_event_rules_out_and_counts_not() -> None
     predictions = planted(2, 0.0, 1)
     predictions.log_probability[0] = -np.inf
 
-    assert likelihood(predictions, small_prepared(split, 6)).users == 1
+    found = nats(predictions, small_prepared(split, 6))
+
+    assert found.likelihood(np.array([True, True])).users == 1
+    assert found.likelihood(np.array([False, True])).model.value == pytest.approx(-predictions.log_probability[1])

@@ -115,7 +115,7 @@ def test_latency_is_a_ratio_measured_in_turns() -> None:
 
 def test_one_failure_outweighs_what_is_undecided() -> None:
     def asked(verdict: str) -> Question:
-        return Question("x", verdict, Estimate(0.0, 0.0, 0.0), "")  # type: ignore[arg-type]
+        return Question("x", verdict, Estimate(0.0, 0.0, 0.0), "", ())  # type: ignore[arg-type]
 
     assert verdict_of([asked("passed")]) == "passed"
     assert verdict_of([asked("passed"), asked("undecided")]) == "undecided"

@@ -7,19 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from model import registry as registries
 from model.bundle import open_bundle
+from model.onnx.export import ExportError
 from tests.training.test_pipeline import Recorder
+from training import pipeline
 from training.cli import app
 from training.config import load_config
 from training.retrain.config import JobConfig
-from training.retrain.job import JobLocked, retrain
+from training.retrain.job import _going_on, _is_current, retrain
+from training.retrain.learn import _retired_by
+from training.retrain.lock import JobLocked, locked
 from training.retrain.report import to_json, to_markdown
 from training.retrain.run import EXIT_STATUS, Run
-from training.retrain.store import Store
+from training.retrain.store import Incoming, Store
 from training.tables import DataError
 
 NUM_ITEMS = 30
@@ -93,6 +99,27 @@ def test_retired_items_and_metadata_go_into_the_bundle(tmp_path: Path) -> None:
     assert bundle.items.retired.tolist() == [bundle.items.number("item 3")]
     assert bundle.new_items.predict({"place": 0.5}).is_regressed
     assert str(tmp_path) not in (bundle.folder / "manifest.json").read_text()
+    # Without the files the retired stay, and somebody is told of what will be missing.
+    assert _retired_by(bundle) == {"item 3"}
+    unaware = Run(begun="")
+    _going_on(config(tmp_path / "in"), bundle, unaware)
+    assert [note.endswith("give the job metadata.path") for note in unaware.notes] == [True]
+
+
+def test_the_job_goes_on_with_the_current_model_unless_it_is_told_of_another(two_nights: tuple[Path, Run, Run]) -> None:
+    folder, first, _ = two_nights
+    current = open_bundle(folder / "registry" / str(first.bundle))
+
+    def told(*overrides: str) -> tuple[JobConfig, list[str]]:
+        asked, told = load_config(None, [f"data.path={folder / 'in'}", *overrides], JobConfig), Run(begun="")
+        return _going_on(asked, current, told), told.notes
+
+    assert told()[1] == told(*SMALL[:1])[1] == []
+    assert told()[0].model == current.manifest.model
+    assert told(*SMALL[:1], "model.dropout=0.5")[1] == []
+    other, notes = told("model=hstu")
+    assert other.model.backbone == "hstu"
+    assert "its model differs from the current one's in backbone, max_len, width, num_layers, ffn_width" in notes[0]
 
 
 def test_the_next_night_publishes_a_model_that_learned_everything(two_nights: tuple[Path, Run, Run]) -> None:
@@ -109,6 +136,26 @@ def test_the_next_night_publishes_a_model_that_learned_everything(two_nights: tu
     assert bundle.manifest.training["ingest"] == 2
     names = {question.name for question in second.questions}
     assert {"NDCG@10", "NDCG@10 of the current model", "stated over realised hits"} <= names
+
+
+@pytest.mark.parametrize("command", ["evaluate", "explain", "calibrate"])
+def test_commands_that_judge_test_users_say_that_a_night_s_bundle_has_none(
+    command: str, two_nights: tuple[Path, Run, Run]
+) -> None:
+    folder = two_nights[0]
+    log = ["--bundle", str(folder / "registry"), "--data", str(folder / "in" / "monday.csv")]
+
+    refused = CliRunner().invoke(app, [command, *log])
+
+    assert (refused.exit_code, "made by the retraining job" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_a_source_of_another_scheme_is_an_error_that_keeps_its_password(tmp_path: Path) -> None:
+    folders = ["--work", str(tmp_path / "work"), "--registry", str(tmp_path / "models")]
+
+    refused = CliRunner().invoke(app, ["retrain", *folders], env={"BFT_REDIS_URL": "foo://:secret@127.0.0.1/0"})
+
+    assert (refused.exit_code, "redis://" in refused.stderr, "secret" in refused.stderr) == (2, True, False)
 
 
 def test_a_night_without_events_publishes_nothing(two_nights: tuple[Path, Run, Run]) -> None:
@@ -155,6 +202,35 @@ def test_a_log_and_a_registry_that_do_not_belong_together_are_refused(copy: Path
         run(copy)
 
 
+def test_the_first_night_goes_on_from_a_model_that_was_fitted(tmp_path: Path) -> None:
+    walks(tmp_path / "in", "old.csv", 0, 400, NUM_ITEMS, seed=1)
+    fitting = [f"data.path={tmp_path / 'in' / 'old.csv'}", *SMALL[:2], "training.epochs=2"]
+    fitted = pipeline.train(load_config(None, fitting), tmp_path / "fit", Recorder(), ["bft-train"]).bundle
+    registry = fitted.parent
+    until = open_bundle(fitted).manifest.data["last_timestamp"]
+    rows = [row.split(",") for row in (tmp_path / "in" / "old.csv").read_text().splitlines()[1:]]
+    assert until == max(float(time) for _, _, time in rows)
+    walks(tmp_path / "in", "tuesday.csv", 20, 250, NUM_ITEMS + 5, seed=2)
+
+    def night() -> Run:
+        settings = config(tmp_path / "in")
+        return retrain(settings, tmp_path / "work", registry, None, Recorder(), ["bft-train"], now=NOW)
+
+    # What it learned is missing in the log: the users' histories would be lost.
+    (tmp_path / "in" / "old.csv").rename(tmp_path / "old.csv")
+    refused = night()
+    assert (refused.outcome, refused.window.earlier_events) == ("refused", 0)  # type: ignore[union-attr]
+    assert "known is 0, at least 0.9: the log lacks users whom the current model learned" in refused.reason
+
+    (tmp_path / "old.csv").rename(tmp_path / "in" / "old.csv")
+    ended = night()
+
+    assert ended.window is not None
+    assert (ended.window.events, ended.window.earlier_events) == (250 * 12, 400 * 12), "whatever their ingests"
+    assert (ended.outcome, ended.current, ended.training["start"]) == ("published", fitted.name, "warm"), ended.reason
+    assert open_bundle(registry / str(ended.bundle)).items.training_counts.sum() == 650 * 12
+
+
 def test_a_rollback_while_the_job_runs_stays(copy: Path) -> None:
     walks(copy / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3)
 
@@ -176,15 +252,15 @@ def test_a_rollback_while_the_job_runs_stays(copy: Path) -> None:
     assert len(list((copy / "registry").glob("*/manifest.json"))) == 2 + 1, "the two and the link"
 
 
-def test_shuffled_events_are_refused_and_named(two_nights: tuple[Path, Run, Run]) -> None:
-    folder, _, second = two_nights
-    walks(folder / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3, shuffled=True)
+def test_shuffled_events_are_refused_and_named(copy: Path) -> None:
+    walks(copy / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3, shuffled=True)
+    index = registries.read_index(copy / "registry")
 
-    refused = run(folder)
+    refused = run(copy)
 
     assert (refused.outcome, EXIT_STATUS[refused.outcome]) == ("refused", 3)
     assert "NDCG@10 of the current model" in refused.reason
-    assert registries.read_index(folder / "registry").current == second.bundle  # type: ignore[union-attr]
+    assert registries.read_index(copy / "registry") == index
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
@@ -195,14 +271,92 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
             run(tmp_path)
 
 
-def test_a_dry_run_publishes_nothing_and_keeps_the_events(tmp_path: Path) -> None:
-    walks(tmp_path / "in", "monday.csv", 0, 100, NUM_ITEMS, seed=1)
+def test_a_dry_run_asks_everything_publishes_nothing_and_keeps_the_events(copy: Path) -> None:
+    walks(copy / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3)
+    index, before = registries.read_index(copy / "registry"), sorted((copy / "registry").iterdir())
 
-    tried = run(tmp_path, dry_run=True)
+    tried = run(copy, dry_run=True)
 
-    assert tried.outcome == "would publish"
-    assert registries.read_index(tmp_path / "registry") is None
-    assert Store(tmp_path / "work" / "log").index.rows == 1200
+    assert (tried.outcome, tried.bundle) == ("would publish", None)
+    assert tried.questions[-1].name == "time for a list, quartiles"
+    assert registries.read_index(copy / "registry") == index
+    assert sorted((copy / "registry").iterdir()) == before
+    assert Store(copy / "work" / "log").index.rows == 900 * 12
+
+
+def test_a_graph_that_says_something_else_than_torch_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks(copy / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3)
+    index = registries.read_index(copy / "registry")
+
+    def differ(*_: Any) -> None:
+        raise ExportError("ranker.onnx: logit differs by 3 from torch's")
+
+    monkeypatch.setattr(pipeline, "export_graphs", differ)
+    refused = run(copy)
+
+    assert (refused.outcome, refused.bundle, EXIT_STATUS[refused.outcome]) == ("refused", None, 3)
+    assert refused.reason == "ranker.onnx: logit differs by 3 from torch's"
+    assert registries.read_index(copy / "registry") == index
+
+
+def test_a_run_that_an_error_ends_leaves_a_report(copy: Path) -> None:
+    (copy / "in" / "torn.csv").write_text("user_id,item_id,timestamp\nu,a\n")
+
+    with pytest.raises(DataError):
+        run(copy)
+
+    (record,) = (
+        one
+        for path in (copy / "work" / "reports").glob("*.json")
+        if (one := json.loads(path.read_text()))["outcome"] == "failed"
+    )
+    assert (record["exit_status"], record["bundle"]) == (2, None)
+    assert "torn.csv" in record["reason"]
+
+
+def test_an_erasure_clears_what_an_unfinished_run_had_cut_from_the_log(copy: Path) -> None:
+    unfinished = copy / "work" / "runs" / "000002" / "0123456789abcdef" / "600" / "shards"
+    unfinished.mkdir(parents=True)
+    assert run(copy).outcome == "nothing new"
+    assert unfinished.exists(), "a run over the same log goes on from it"
+
+    # By a run that was killed before it could clear them; and the next one ends with an error.
+    Store(copy / "work" / "log").ingest(Incoming(erasures={"user 3": 30 * DAY_S}))
+    (copy / "in" / "torn.csv").write_text("user_id,item_id,timestamp\nu,a\n")
+    with pytest.raises(DataError):
+        run(copy)
+
+    assert not unfinished.exists()
+
+
+def test_what_fails_after_a_publication_is_left_to_the_next_run(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks(copy / "in", "wednesday.csv", 40, 250, NUM_ITEMS + 5, seed=3)
+    reports = copy / "work" / "reports"
+    before = set(reports.iterdir())
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(registries, "prune", full)
+        published = run(copy)
+    assert published.outcome == "published", published.reason
+    assert _is_current(copy / "registry", str(published.bundle))
+    assert set(reports.iterdir()) == before
+
+    assert run(copy).outcome == "nothing new"
+    told = [json.loads(path.read_text()) for path in set(reports.glob("*.json")) - before]
+    assert {one["bundle"] for one in told if one["outcome"] == "published"} == {published.bundle}
+
+
+def test_an_announcement_of_which_a_killed_run_had_begun_to_remove_the_files_is_no_obstacle(copy: Path) -> None:
+    reports, announced = copy / "work" / "reports", copy / "work" / "announced"
+    record = max(reports.glob("*.json"))
+    announced.mkdir()
+    shutil.copy(record, announced)
+
+    assert run(copy).outcome == "nothing new"
+    assert not announced.exists()
 
 
 def test_the_command_ends_with_the_status_of_the_outcome_and_a_report(tmp_path: Path) -> None:
@@ -220,6 +374,24 @@ def test_the_command_ends_with_the_status_of_the_outcome_and_a_report(tmp_path: 
     assert "| 1 | 120 | 120 | 0 | 0 | 0 |" in page
 
 
+def test_the_command_shows_the_log_and_forgets_an_ingest(tmp_path: Path) -> None:
+    log, work = Store(tmp_path / "work" / "log"), ["--work", str(tmp_path / "work")]
+    rows = {"user_id": ["u", "v"], "item_id": ["a", "b"], "timestamp": [0.0, 86_399.0], "weight": [1.0, 1.0]}
+    log.ingest(Incoming([pl.DataFrame(rows | {"event_id": [None, None], "source": ["x.csv", "y.csv"]})]))
+
+    shown = CliRunner().invoke(app, ["log", "show", *work])
+    assert shown.stdout.splitlines()[1].split() == (
+        ["1", "2", "1970-01-01", "00:00:00", "1970-01-01", "23:59:59", "x.csv,", "y.csv"]
+    )
+    with locked(tmp_path / "work"):
+        assert CliRunner().invoke(app, ["log", "forget", "1", *work]).exit_code == 5
+    forgotten = CliRunner().invoke(app, ["log", "forget", "1", *work, "--json"])
+    assert json.loads(forgotten.stdout) == {"ingest": 1, "removed": 2}
+    assert json.loads(CliRunner().invoke(app, ["log", "show", *work, "--json"]).stdout) == {"ingests": []}
+    missing = CliRunner().invoke(app, ["log", "forget", "7", *work])
+    assert (missing.exit_code, "there is no ingest 7; there were 2" in missing.stderr) == (2, True)
+
+
 def test_the_command_wants_a_source(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["retrain", "--work", str(tmp_path)])
 
@@ -228,14 +400,19 @@ def test_the_command_wants_a_source(tmp_path: Path) -> None:
 
 
 def test_a_report_tells_what_was_found_judged_and_done(two_nights: tuple[Path, Run, Run]) -> None:
-    _, first, second = two_nights
+    folder, first, second = two_nights
 
     page = to_markdown(second)
+    (kept,) = (folder / "work" / "reports").glob(f"{second.begun[:19].replace(':', '-')}*.md")
 
     assert f"Bundle `{second.bundle}` is current; before it was `{first.bundle}`." in page
     assert "| NDCG@10 of the current model |" in page
     assert f"| candidate | {second.judged['candidate']['ndcg@10']:.4f} |" in page
     assert json.loads(json.dumps(to_json(second)))["bundle"] == second.bundle
+    assert kept.read_text() == page
+    assert f"]({kept.stem}.png)" in page
+    with Image.open(kept.with_suffix(".png")) as figure:
+        assert figure.format == "PNG"
 
 
 def test_the_nightly_configuration_of_the_repository_is_one(tmp_path: Path) -> None:

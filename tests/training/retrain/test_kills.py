@@ -112,9 +112,11 @@ def test_a_job_that_is_killed_anywhere_is_finished_by_the_next(valkey_url: str, 
     # Each publication is told of, once, that of a run that was killed right after it too.
     told_of = [record["bundle"] for record in records if record["outcome"] == "published"]
     assert sorted(told_of) == sorted(registries.read_index(folder / "registry").history)
-    assert sorted(path.name for path in reports.iterdir()) == sorted(
-        f"{path.stem}{end}" for path in reports.glob("*.json") for end in (".json", ".md")
-    )
+    assert {path.name for path in reports.iterdir()} == {
+        f"{begun}{end}"
+        for begun, record in zip((path.stem for path in reports.glob("*.json")), records, strict=True)
+        for end in (".json", ".md", *([".png"] if record["questions"] else []))
+    }
     uses = Counter(item_id for _, item_id in written)
     assert dict(zip(bundle.items.ids, bundle.items.training_counts.tolist(), strict=True)) == uses
     with redis.Redis.from_url(valkey_url) as client:

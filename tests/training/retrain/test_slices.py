@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from training.catalog import Catalog
 from training.retrain import slices
 from training.retrain.slices import Cut, grown_catalog, slice_begin, split_at
-from training.retrain.store import EVENT_SCHEMA, Incoming, Store
+from training.retrain.store import EVENT_SCHEMA, Incoming, Learned, Store
 from training.splits import Histories, Targets, place_of, training_counts
 
 Row = tuple[str, str, float, float]
@@ -74,7 +74,7 @@ def test_the_cut_is_that_of_a_loop_over_users(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(slices, "MAX_VALIDATION_SHARE", 0.5)
         patched.setattr(slices, "LEAST_VALIDATION_USERS", least)
-        catalog, split = split_at(store, catalog, Cut(learned=1, begin=begin), folder / "shards")
+        catalog, split = split_at(store, catalog, Cut(learned=Learned(1), begin=begin), folder / "shards")
 
     learned, validation, test = {}, [], []
     with_new = {row[0] for row in second if row[2] < begin}
@@ -117,22 +117,24 @@ def test_the_slice_begins_where_enough_new_events_lie(tmp_path: Path) -> None:
         [(f"u{number}", "a", float(number), 1.0) for number in range(20)] + [("u", "b", 60.0, 0.0)],
     )
 
-    assert slice_begin(store, learned=1, num_events=5) == 15.0
-    assert slice_begin(store, learned=1, num_events=100) == 0.0
-    assert slice_begin(store, learned=2, num_events=5) == math.inf
+    assert slice_begin(store, learned=Learned(1), num_events=5) == 15.0
+    assert slice_begin(store, learned=Learned(1), num_events=100) == 0.0
+    assert slice_begin(store, learned=Learned(2), num_events=5) == math.inf
 
 
 def test_of_a_user_the_first_events_of_the_slice_are_targets(tmp_path: Path) -> None:
     rows = [("u", f"i{number}", float(number), 1.0) for number in range(30)]
     store = log(tmp_path, rows)
-    catalog, split = split_at(store, grown_catalog(store, None), Cut(learned=0, begin=10.0), tmp_path / "shards")
+    catalog, split = split_at(
+        store, grown_catalog(store, None), Cut(learned=Learned(0), begin=10.0), tmp_path / "shards"
+    )
 
     assert [item for _, _, item in asked(split.test, catalog)] == [f"i{number}" for number in range(10, 20)]
 
 
 def test_some_users_are_left_out_everywhere(tmp_path: Path) -> None:
     store = log(tmp_path, [("bot", "a", 1.0, 1.0), ("u", "a", 1.0, 1.0), ("bot", "b", 9.0, 1.0), ("u", "b", 9.0, 1.0)])
-    cut = Cut(learned=0, begin=5.0, without_users=("bot",))
+    cut = Cut(learned=Learned(0), begin=5.0, without_users=("bot",))
 
     catalog, split = split_at(store, grown_catalog(store, None), cut, tmp_path / "shards")
 
@@ -147,7 +149,9 @@ def test_a_large_log_is_judged_on_some_users_and_kept_in_several_shards(
     monkeypatch.setattr(slices, "SHARD_EVENTS", 60)
     store = log(tmp_path, [(f"u{user}", "a", time, 1.0) for user in range(100) for time in (1.0, 2.0, 9.0)])
 
-    catalog, split = split_at(store, grown_catalog(store, None), Cut(learned=0, begin=5.0), tmp_path / "shards")
+    catalog, split = split_at(
+        store, grown_catalog(store, None), Cut(learned=Learned(0), begin=5.0), tmp_path / "shards"
+    )
 
     assert split.train.num_pieces > 2
     assert len(learned_of(split, catalog)) == split.train.num_users == 100

@@ -217,6 +217,25 @@ def test_a_merge_and_an_erasure_are_honoured(valkey_url: str, tmp_path: Path) ->
     assert emptied_into(store, valkey_url) == []
 
 
+def test_a_session_that_was_merged_into_an_erased_user_is_forgotten_though_the_merge_was_never_read(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    store = Store(tmp_path)
+    serve(valkey_url, False, lambda states: states.append(SESSION_S, [event("c", 7.0)]))
+    emptied_into(store, valkey_url)
+    assert [row[1] for row in rows_of(store)] == ["c"]
+
+    serve(
+        valkey_url,
+        False,
+        lambda states: states.absorb("u", "s", [event("c", 7.0)], []),
+        lambda states: states.erase("u"),
+    )
+
+    assert emptied_into(store, valkey_url) == [(0, 0, 1)]
+    assert rows_of(store) == []
+
+
 def test_an_entry_that_says_nothing_is_told_and_taken_off(valkey_url: str, tmp_path: Path) -> None:
     with redis.Redis.from_url(valkey_url) as client:
         client.xadd(outbox_stream(3), {"kind": "event", "user_id": "u", "timestamp_ms": "1000", "weight": "1"})

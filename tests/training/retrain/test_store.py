@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.retrain import store as stores
-from training.retrain.store import EVENT_SCHEMA, INDEX, SESSION, Incoming, Merge, Store
+from training.retrain.store import EVENT_SCHEMA, INDEX, NOBODY, SESSION, Incoming, Merge, Store
 from training.tables import DataError
 
 Row = tuple[str, str, float, str | None]
@@ -102,6 +103,74 @@ def test_a_merged_session_s_events_are_the_user_s(tmp_path: Path) -> None:
         ("u", "d", 4.0, None),
     ]
     assert store.index.rows == 5
+
+
+def test_the_events_of_an_erased_user_s_session_do_not_come_later(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    merge = Merge(session_id="s", user_id="u", timestamp=10.0)
+    store.ingest(incoming([("u", "a", 1.0, None)], merges=[merge], erasures={"u": 20.0}))
+
+    late = store.ingest(incoming([(SESSION + "s", "b", 9.0, None), (SESSION + "s", "c", 11.0, None)]))
+
+    assert (late.new, late.of_erased) == (1, 1)
+    assert stored(store) == [(SESSION + "s", "c", 11.0, None)], "of the session that began after the merge"
+    assert '"u"' not in (tmp_path / INDEX).read_text()
+
+
+def test_a_session_that_is_merged_after_an_erasure_is_the_new_user_s(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    merge = Merge(session_id="s", user_id="u", timestamp=30.0)
+    store.ingest(incoming([(SESSION + "s", "a", 25.0, None)], merges=[merge], erasures={"u": 20.0}))
+
+    store.ingest(incoming([(SESSION + "s", "b", 26.0, None)]))
+
+    assert stored(store) == [("u", "a", 25.0, None), ("u", "b", 26.0, None)]
+
+
+def test_what_a_session_had_until_it_was_nobody_s_is_dropped(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([(SESSION + "s", "a", 1.0, None), (SESSION + "s", "b", 11.0, None)]))
+
+    erasing = store.ingest(Incoming(merges=[Merge(session_id="s", user_id=NOBODY, timestamp=10.0)]))
+
+    assert erasing.erased == 1
+    assert stored(store) == [(SESSION + "s", "b", 11.0, None)]
+
+
+@pytest.mark.parametrize("told", ["by merges", "by the service", "in turn"])
+def test_of_a_session_of_several_users_each_has_the_own_events(told: str, tmp_path: Path) -> None:
+    """A shared device: until 10 ann's, until 20 bob's, until 30 cleo's. Ann and cleo are erased."""
+    store, session = Store(tmp_path), SESSION + "s"
+    events = incoming([(session, "ann's", 5.0, None), (session, "bob's", 15.0, None), (session, "cleo's", 25.0, None)])
+    late = incoming([(session, "ann's, late", 6.0, None), (session, "bob's, late", 16.0, None)])
+    users = {"ann": 10.0, "bob": 20.0, "cleo": 30.0}
+    merges = [Merge(session_id="s", user_id=user, timestamp=at) for user, at in users.items()]
+    erasures = {"ann": 40.0, "cleo": 40.0}
+
+    match told:
+        case "by merges":
+            store.ingest(replace(events, merges=merges, erasures=erasures))
+        case "by the service":  # which replaces the merges of whom it erases
+            nobodys = [one.model_copy(update={"user_id": NOBODY} if one.user_id in erasures else {}) for one in merges]
+            store.ingest(replace(events, merges=nobodys, erasures=erasures))
+        case "in turn":
+            store.ingest(events)
+            store.ingest(Incoming(merges=merges))
+            store.ingest(Incoming(erasures=erasures))
+    store.ingest(late)
+
+    assert stored(store) == [("bob", "bob's", 15.0, None), ("bob", "bob's, late", 16.0, None)]
+    assert "ann" not in (tmp_path / INDEX).read_text()
+
+
+def test_a_clock_that_is_behind_keeps_no_erased_user_s_id(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([(SESSION + "s", "a", 5.0, None)], merges=[Merge(session_id="s", user_id="u", timestamp=31)]))
+
+    store.ingest(Incoming(erasures={"u": 30.0}))
+
+    assert stored(store) == []
+    assert '"u"' not in (tmp_path / INDEX).read_text()
 
 
 def test_merges_that_waited_for_days_are_carried_out(tmp_path: Path) -> None:
@@ -250,3 +319,24 @@ def test_the_files_that_were_read_are_remembered(tmp_path: Path) -> None:
     Store(tmp_path).ingest(incoming([("u", "a", 1.0, None)], files_read=read))
 
     assert Store(tmp_path).index.files_read == read
+
+
+def test_an_ingest_can_be_shown_and_forgotten(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None), ("v", "a", 2.0, None)]))
+    store.ingest(incoming([("u", "a", 1.0, None), ("u", "b", 3.0, None), ("w", "b", 4.0, None)], erasures={"v": 9.0}))
+    assert store.ingests().to_dicts() == [
+        {"ingest": 1, "events": 1, "first": 1.0, "last": 1.0, "sources": ["a file"]},
+        {"ingest": 2, "events": 2, "first": 3.0, "last": 4.0, "sources": ["a file"]},
+    ]
+
+    assert store.forget(2) == 2
+
+    reopened = Store(tmp_path)
+    assert stored(reopened) == [("u", "a", 1.0, None)]
+    assert (reopened.index.rows, reopened.index.ingests) == (1, 3)
+    assert len(list(tmp_path.iterdir())) == 2, "the index, and a file for each bucket that has events"
+    again = reopened.ingest(incoming([("u", "b", 3.0, None), ("v", "c", 5.0, None)]))
+    assert (again.number, again.new, again.of_erased) == (4, 1, 1), "an erasure stays"
+    with pytest.raises(DataError, match="there is no ingest 5; there were 4"):
+        reopened.forget(5)

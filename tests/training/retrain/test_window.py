@@ -8,8 +8,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from training.retrain.store import EVENT_SCHEMA, SESSION, Incoming, Store
-from training.retrain.window import DAY_S, Limits, Window, check, look, num_events_after, stability_index
+from training.retrain.store import EVENT_SCHEMA, SESSION, Incoming, Learned, Store
+from training.retrain.window import DAY_S, Limits, Window, check, look, num_new_events, stability_index
 
 NOW = 100 * DAY_S
 
@@ -51,6 +51,17 @@ def failed(window: Window) -> list[str]:
     return [one.name for one in check(window, Limits()) if not one.is_met]
 
 
+def test_of_a_model_that_the_job_did_not_make_the_dates_decide(tmp_path: Path) -> None:
+    store = log(tmp_path, [("u", "a", 1.0), ("v", "b", 2.0), ("u", "c", 3.0), ("w", "c", 3.0)])
+
+    window = look(store, Learned(until=2.0 * DAY_S), now=NOW)
+
+    assert (window.events, window.earlier_events, window.learned_until) == (2, 2, 2.0 * DAY_S)
+    found = {known: next(one for one in check(window, Limits(), known) if one.name == "known") for known in (2, 3)}
+    assert {known: (one.found, one.is_met) for known, one in found.items()} == {2: (1.0, True), 3: (2 / 3, False)}
+    assert "known" not in [one.name for one in check(window, Limits())]
+
+
 def test_a_window_is_what_came_after_what_was_learned(tmp_path: Path) -> None:
     store = log(
         tmp_path,
@@ -58,7 +69,7 @@ def test_a_window_is_what_came_after_what_was_learned(tmp_path: Path) -> None:
         [("u", "a", 4.0), ("u", "c", 5.0), ("w", "a", 5.5), ("u", "b", 2.5)],
     )
 
-    window = look(store, learned=1, now=NOW)
+    window = look(store, learned=Learned(1), now=NOW)
 
     assert (window.events, window.earlier_events, window.users, window.items) == (4, 3, 2, 3)
     assert (window.first, window.last, window.learned_until) == (2.5 * DAY_S, 5.5 * DAY_S, 3.0 * DAY_S)
@@ -71,7 +82,7 @@ def test_a_window_is_what_came_after_what_was_learned(tmp_path: Path) -> None:
 
 
 def test_a_log_without_a_model_is_all_new(tmp_path: Path) -> None:
-    window = look(log(tmp_path, [("u", "a", 1.0), ("v", "b", 2.0)]), learned=0, now=NOW)
+    window = look(log(tmp_path, [("u", "a", 1.0), ("v", "b", 2.0)]), learned=Learned(0), now=NOW)
 
     assert (window.events, window.earlier_events) == (2, 0)
     assert math.isnan(window.usual_events_per_day)
@@ -80,7 +91,7 @@ def test_a_log_without_a_model_is_all_new(tmp_path: Path) -> None:
 
 
 def test_nothing_new_is_an_empty_window(tmp_path: Path) -> None:
-    window = look(log(tmp_path, [("u", "a", 1.0)]), learned=1, now=NOW)
+    window = look(log(tmp_path, [("u", "a", 1.0)]), learned=Learned(1), now=NOW)
 
     assert (window.events, window.earlier_events, window.psi) == (0, 1, 0.0)
 
@@ -88,7 +99,7 @@ def test_nothing_new_is_an_empty_window(tmp_path: Path) -> None:
 def test_an_ordinary_window_passes(tmp_path: Path) -> None:
     store = log(tmp_path, ordinary(4000, 0, 40), ordinary(1000, 40, 10, seed=1))
 
-    assert failed(look(store, learned=1, now=NOW)) == []
+    assert failed(look(store, learned=Learned(1), now=NOW)) == []
 
 
 POISON = {
@@ -105,7 +116,7 @@ POISON = {
 def test_a_poisoned_window_is_found_and_told_what_to_do(name: str, tmp_path: Path) -> None:
     store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(1000, 40, 10, seed=1), *POISON[name]])
 
-    window = look(store, learned=1, now=NOW)
+    window = look(store, learned=Learned(1), now=NOW)
 
     assert name in failed(window)
     told = next(one for one in check(window, Limits()) if one.name == name)
@@ -117,7 +128,7 @@ def test_a_poisoned_window_is_found_and_told_what_to_do(name: str, tmp_path: Pat
 def test_the_volume_of_a_day_is_held_against_the_usual_one(num_events: int, is_met: bool, tmp_path: Path) -> None:
     store = log(tmp_path, ordinary(4000, 0, 40), ordinary(num_events, 40, 10, seed=1))
 
-    found = {one.name: one for one in check(look(store, learned=1, now=NOW), Limits())}
+    found = {one.name: one for one in check(look(store, learned=Learned(1), now=NOW), Limits())}
 
     assert found["volume"].is_met == is_met
 
@@ -126,7 +137,7 @@ def test_a_few_late_events_are_no_days_on_which_nothing_happened(tmp_path: Path)
     late = [(f"u{day}", "i1", float(day)) for day in range(1, 38, 3)]
     store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(200, 40, 2, seed=1), *late])
 
-    window = look(store, learned=1, now=NOW)
+    window = look(store, learned=Learned(1), now=NOW)
 
     assert window.events_per_day == 100
     assert "volume" not in failed(window)
@@ -136,13 +147,13 @@ def test_sessions_are_no_new_users(tmp_path: Path) -> None:
     visits = [(f"{SESSION}{number}", f"i{number % 40}", 45.0) for number in range(12_000)]
     store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(1000, 40, 10, seed=1), *visits])
 
-    assert "new_users" not in failed(look(store, learned=1, now=NOW))
+    assert "new_users" not in failed(look(store, learned=Learned(1), now=NOW))
 
 
 def test_an_event_of_the_future_that_was_learned_makes_no_other_late(tmp_path: Path) -> None:
     store = log(tmp_path, [*ordinary(4000, 0, 40), ("u1", "i1", 9000.0)], ordinary(1000, 40, 10, seed=1))
 
-    window = look(store, learned=1, now=NOW)
+    window = look(store, learned=Learned(1), now=NOW)
 
     assert window.late_share == 0
     assert failed(window) == []
@@ -151,12 +162,12 @@ def test_an_event_of_the_future_that_was_learned_makes_no_other_late(tmp_path: P
 def test_a_user_who_is_left_out_counts_nowhere(tmp_path: Path) -> None:
     store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(1000, 40, 10, seed=1), *POISON["busiest_user"]])
 
-    window = look(store, learned=1, now=NOW, without_users=["bot"])
+    window = look(store, learned=Learned(1), now=NOW, without_users=["bot"])
 
     assert window.events == 1000
     assert failed(window) == []
-    assert num_events_after(store, 1, ["bot"]) == 1000
-    assert num_events_after(store, 1) == 1120
+    assert num_new_events(store, Learned(1), ["bot"]) == 1000
+    assert num_new_events(store, Learned(1)) == 1120
 
 
 def test_the_stability_index_is_that_of_the_formula() -> None:
@@ -174,4 +185,4 @@ def test_a_window_looks_the_same_each_time(tmp_path: Path) -> None:
     before = [(f"u{user}", f"i{item}", 1.0) for item in range(200) for user in range(3)]
     store = log(tmp_path, before, [(f"v{item}", f"i{item}", 3.0) for item in range(0, 200, 3)])
 
-    assert len({look(store, learned=1, now=NOW).psi for _ in range(10)}) == 1
+    assert len({look(store, learned=Learned(1), now=NOW).psi for _ in range(10)}) == 1
