@@ -35,8 +35,9 @@ from training.events import DataConfig, read_events
 from training.pipeline import Prepared
 from training.progress import JsonReporter
 from training.retrain.config import JobConfig
+from training.retrain.current import current_bundle, learned_by
 from training.retrain.gate import Answered
-from training.retrain.job import current_bundle, facts_of, retrain
+from training.retrain.job import facts_of, retrain
 from training.retrain.learn import Candidate, answers, askable, train_candidate
 from training.retrain.slices import Cut, grown_catalog, slice_begin, split_at
 from training.retrain.sources import new_files
@@ -109,7 +110,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         current = place.current()
         if number == 1:
             found += warm_and_scratch(config, place, current, folder)
-        cut = Cut(int(current.manifest.training["ingest"]), float(window["timestamp"][0]))
+        cut = Cut(learned_by(current), float(window["timestamp"][0]))
         windows.append(judged(config, place, cut, current, first, folder / "judged"))
         ended = night(config, place, name)
         found += windows[-1].rows(name)
@@ -187,7 +188,7 @@ def all_windows(windows: list[Window]) -> list[dict[str, Any]]:
 
 def warm_and_scratch(config: JobConfig, place: Place, current: Bundle, folder: Path) -> list[dict[str, Any]]:
     """The same night with either start."""
-    store, learned = place.log, int(current.manifest.training["ingest"])
+    store, learned = place.log, learned_by(current)
     catalog = grown_catalog(store, Catalog.of_bundle(current))
     facts = facts_of(store, catalog)
     cut = Cut(learned, slice_begin(store, learned, config.retrain.judged_events))

@@ -38,8 +38,17 @@ from training.progress import Reporter
 from training.retrain import gate
 from training.retrain import report as reports
 from training.retrain.config import JobConfig
+from training.retrain.current import (
+    current_bundle,
+    going_on,
+    is_current,
+    learned_by,
+    num_known_users,
+    require_one_job,
+    rolled_back,
+)
 from training.retrain.gate import Answered
-from training.retrain.learn import Candidate, answers, learn_everything, train_candidate, unlike
+from training.retrain.learn import Candidate, answers, learn_everything, train_candidate
 from training.retrain.lock import locked
 from training.retrain.run import Run
 from training.retrain.slices import Cut, grown_catalog, slice_begin
@@ -47,7 +56,6 @@ from training.retrain.sources import Outbox, new_files
 from training.retrain.store import NUM_BUCKETS, Learned, Store
 from training.retrain.window import Window, check, look, num_new_events
 from training.study import strata
-from training.tables import DataError
 
 RECEIVED_ENTRIES = 1_000_000
 """Of the outbox, taken into the log at a time."""
@@ -113,7 +121,7 @@ def retrain(
             _carry_out(run, config, work, registry, outbox, report, command, dry_run, moment)
             reports.keep(run, work)
         except Exception as error:
-            if run.bundle is not None and _is_current(registry, run.bundle):
+            if run.bundle is not None and is_current(registry, run.bundle):
                 # The disk is full, for one. The next run keeps what this one has announced.
                 report.stage(f"published; what is left to do is the next run's: {error}")
                 return run
@@ -144,11 +152,11 @@ def _carry_out(
         _remove_past(work, store)
     current = current_bundle(registry)
     run.current = None if current is None else current.manifest.version
-    config = _going_on(config, current, run)
+    config = going_on(config, current, run)
     for note in run.notes:
         report.stage(note)
     learned = learned_by(current)
-    _require_one_job(work, registry, store, learned, current)
+    require_one_job(work, registry, store, learned, current)
     without = tuple(config.retrain.without_users)
     run.window = look(store, learned, now, without)
     run.seconds["taking in"] = time.monotonic() - clock
@@ -157,14 +165,14 @@ def _carry_out(
     if run.window.events < limits.min_events:
         run.reason = f"{run.window.events:,} new events; at least {limits.min_events:,} are waited for"
         return
-    held = _rolled_back(registry)
+    held = rolled_back(registry)
     if held.ingest > learned.ingest and (newer := num_new_events(store, held, without)) < limits.min_events:
         run.reason = (
             f"the model that learned all but {newer:,} of the new events was rolled back; at least"
             f" {limits.min_events:,} newer ones are waited for before another learns them"
         )
         return
-    run.checks = check(run.window, limits, _num_known(current))
+    run.checks = check(run.window, limits, num_known_users(current))
     if failed := [one for one in run.checks if not one.is_met]:
         run.outcome = "refused"
         run.reason = "; ".join(f"{one.name} is {one.found:.3g}, {one.accepted}: {one.advice}" for one in failed)
@@ -231,85 +239,6 @@ def _carry_out(
         return
     registries.prune(registry, config.retrain.keep)
     shutil.rmtree(work / "runs", ignore_errors=True)
-
-
-def current_bundle(registry: Path) -> Bundle | None:
-    """The registry's current bundle; None where nothing was published yet."""
-    index = registries.read_index(registry)
-    return None if index is None else open_bundle(registry / index.current)
-
-
-def _going_on(config: JobConfig, current: Bundle | None, run: Run) -> JobConfig:
-    """The configuration with the current model where it names none; what is lost all the same is noted."""
-    if current is None:
-        return config
-    if "model" not in config.model_fields_set:
-        config = config.model_copy(update={"model": current.manifest.model})
-    if config.retrain.start == "warm" and (differs := unlike(config.model, current)):
-        run.notes.append(
-            f"the candidate begins from nothing: its model differs from the current one's in {', '.join(differs)};"
-            " leave `model` out of the configuration to go on with the current one"
-        )
-    if config.metadata is None and current.new_items.regression is not None:
-        run.notes.append(
-            "the current model places items that are added at run time by their metadata, the next one will not: give"
-            " the job metadata.path"
-        )
-    return config
-
-
-def _is_current(registry: Path, version: str) -> bool:
-    index = registries.read_index(registry)
-    return index is not None and index.current == version
-
-
-def learned_by(current: Bundle | None) -> Learned:
-    """What the current model has learned of the job's log.
-
-    One that another command fitted has learned the log that it was given, if that log has timestamps; a date ahead of
-    the fit itself is a wrong clock's.
-    """
-    if current is None:
-        return Learned()
-    manifest = current.manifest
-    if "ingest" in manifest.training:
-        return Learned(ingest=manifest.training["ingest"])
-    last = manifest.data.get("last_timestamp")
-    return Learned() if last is None else Learned(until=min(last, manifest.created_at.timestamp()))
-
-
-def _num_known(current: Bundle | None) -> int | None:
-    """Of how many users the current model learned, if another command fitted it, on a log with timestamps."""
-    if current is None or math.isinf(learned_by(current).until):
-        return None
-    return int(current.manifest.data["users"])
-
-
-def _require_one_job(work: Path, registry: Path, store: Store, learned: Learned, current: Bundle | None) -> None:
-    """That log and registry belong together.
-
-    Raises:
-        DataError: they cannot: another log was learned, or the registry is empty where this job has published.
-    """
-    if learned.ingest > store.index.ingests:
-        raise DataError(
-            f"{registry}: the current bundle learned from {learned.ingest} ingests, the log in {work} has"
-            f" {store.index.ingests}: it is another one, or an older copy of it. Give the --work folder of the job that"
-            " published the bundle; or, to start anew, an empty --work and another --registry"
-        )
-    if current is None and reports.has_published(work):
-        raise DataError(
-            f"{registry}: nothing was published here, though the job of {work} has published: is the folder mounted,"
-            " and the right one? To start anew, give an empty --work"
-        )
-
-
-def _rolled_back(registry: Path) -> Learned:
-    """What the bundle had learned from which somebody rolled back; nothing where there is none."""
-    index = registries.read_index(registry)
-    if index is None or index.rolled_back is None or not (registry / index.rolled_back).is_dir():
-        return Learned()
-    return learned_by(open_bundle(registry / index.rolled_back))
 
 
 def _judged(

@@ -20,7 +20,8 @@ from training import pipeline
 from training.cli import app
 from training.config import load_config
 from training.retrain.config import JobConfig
-from training.retrain.job import _going_on, _is_current, retrain
+from training.retrain.current import going_on, is_current
+from training.retrain.job import retrain
 from training.retrain.learn import _retired_by
 from training.retrain.lock import JobLocked, locked
 from training.retrain.report import to_json, to_markdown
@@ -102,7 +103,7 @@ def test_retired_items_and_metadata_go_into_the_bundle(tmp_path: Path) -> None:
     # Without the files the retired stay, and somebody is told of what will be missing.
     assert _retired_by(bundle) == {"item 3"}
     unaware = Run(begun="")
-    _going_on(config(tmp_path / "in"), bundle, unaware)
+    going_on(config(tmp_path / "in"), bundle, unaware)
     assert [note.endswith("give the job metadata.path") for note in unaware.notes] == [True]
 
 
@@ -112,7 +113,7 @@ def test_the_job_goes_on_with_the_current_model_unless_it_is_told_of_another(two
 
     def told(*overrides: str) -> tuple[JobConfig, list[str]]:
         asked, told = load_config(None, [f"data.path={folder / 'in'}", *overrides], JobConfig), Run(begun="")
-        return _going_on(asked, current, told), told.notes
+        return going_on(asked, current, told), told.notes
 
     assert told()[1] == told(*SMALL[:1])[1] == []
     assert told()[0].model == current.manifest.model
@@ -341,7 +342,7 @@ def test_what_fails_after_a_publication_is_left_to_the_next_run(copy: Path, monk
         broken.setattr(registries, "prune", full)
         published = run(copy)
     assert published.outcome == "published", published.reason
-    assert _is_current(copy / "registry", str(published.bundle))
+    assert is_current(copy / "registry", str(published.bundle))
     assert set(reports.iterdir()) == before
 
     assert run(copy).outcome == "nothing new"
