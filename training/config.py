@@ -39,8 +39,8 @@ class OptimizerConfig(BaseModel):
     learning_rate: float = Field(default=1e-3, gt=0)
     schedule: Literal["constant", "linear"] = "constant"
     """Of the learning rate: as it is, or falling in a straight line to 0 at the end of the last of `epochs`."""
-    precision_rate_multiple: float = Field(default=1.0, gt=0)
-    """θ's learning rate as a multiple of the base rate."""
+    precision_rate_multiple: float = Field(default=20.0, gt=0)
+    """θ's learning rate as a multiple of the base rate: with the base rate it cannot move (measured)."""
     autocast: bool = False
     """Matrix products in bfloat16 where the device has a unit for them (on a CPU those of the loss alone); precisions
     stay float32."""
