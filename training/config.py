@@ -40,7 +40,7 @@ class OptimizerConfig(BaseModel):
     schedule: Literal["constant", "linear"] = "constant"
     """Of the learning rate: as it is, or falling in a straight line to 0 at the end of the last of `epochs`."""
     precision_rate_multiple: float = Field(default=20.0, gt=0)
-    """θ's learning rate as a multiple of the base rate: with the base rate it cannot move (measured)."""
+    """θ's learning rate as a multiple of the base rate, with which it hardly moves on a small log (measured)."""
     autocast: bool = False
     """Matrix products in bfloat16 where the device has a unit for them (on a CPU those of the loss alone); precisions
     stay float32."""
