@@ -33,17 +33,17 @@ def to_markdown(run: Run) -> str:
     """The run's report."""
     tables = [_ingests(run), _window(run), _checks(run), _judged(run), _questions(run), _seconds(run)]
     parts = [f"## {table.title}\n\n{table.to_markdown()}" for table in tables if table.rows]
-    repeated = "".join(f"\n\nNote: {note}." for note in run.notes)
+    remarks = "".join(f"\n\nNote: {note}." for note in run.notes)
     if any(not one.is_met for one in run.checks):
-        repeated += (
+        remarks += (
             "\n\nWhat was taken in stays in the log, and is part of the next night's window. `bft-train log show --work"
             " WORK` lists the ingests, and `bft-train log forget INGEST --work WORK` takes one out."
         )
     if run.repeated_files:
-        repeated += f"\n\nFiles whose content was read before: {', '.join(run.repeated_files)}."
+        remarks += f"\n\nFiles whose content was read before: {', '.join(run.repeated_files)}."
     if run.unusable_entries:
-        repeated += f"\n\n{run.unusable_entries:,} entries of the outbox say nothing that can be used; see rejects/."
-    head = f"# Retraining, {run.begun}: {run.outcome}\n\n{run.reason or _success(run)}{repeated}"
+        remarks += f"\n\n{run.unusable_entries:,} entries of the outbox say nothing that can be used; see rejects/."
+    head = f"# Retraining, {run.begun}: {run.outcome}\n\n{run.reason or _success(run)}{remarks}"
     if _has_figure(run):
         head += f"\n\n![What the gate asked, how the candidate learned, and the nights]({_stem(run)}.png)"
     return "\n\n".join([head, *parts]) + "\n"
