@@ -27,6 +27,7 @@ from _report import note, parser_of, report, row
 
 from model.bundle import Bundle
 from model.config import FIRST_ITEM
+from model.registry import current_bundle
 from model.weights import load_model
 from training.catalog import Catalog
 from training.confidence.measures import resampled
@@ -35,7 +36,7 @@ from training.events import DataConfig, read_events
 from training.pipeline import Prepared
 from training.progress import JsonReporter
 from training.retrain.config import JobConfig
-from training.retrain.current import current_bundle, learned_by
+from training.retrain.current import learned_by
 from training.retrain.gate import Answered
 from training.retrain.job import facts_of, retrain
 from training.retrain.learn import Candidate, answers, askable, train_candidate

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from model.bundle import MANIFEST, BundleError, fsync, open_bundle
+from model.bundle import MANIFEST, Bundle, BundleError, fsync, open_bundle
 
 REGISTRY = "registry.json"
 CURRENT = "current"
@@ -145,6 +145,16 @@ def read_index(registry: Path) -> RegistryIndex | None:
         return RegistryIndex.model_validate(json.loads(path.read_bytes()))
     except (ValueError, ValidationError) as error:
         raise BundleError(f"{path}: not a registry index ({error}); restore it or publish again") from error
+
+
+def current_bundle(registry: Path) -> Bundle | None:
+    """The current bundle, or None where nothing was published yet.
+
+    Raises:
+        BundleError: the index cannot be read, or the bundle is damaged.
+    """
+    index = read_index(registry)
+    return None if index is None else open_bundle(registry / index.current)
 
 
 def resolve(location: Path | str) -> Path:

@@ -216,10 +216,10 @@ def catalogue_after(folder: Path) -> MakeCatalog:
         BundleError: the current bundle is damaged. Of what is returned DataError: less than `SAME_CATALOGUE` of the
             current model's items are in the log.
     """
-    index = registry.read_index(folder)
-    if index is None:
+    current = registry.current_bundle(folder)
+    if current is None:
         return Catalog.from_ids
-    known = Catalog.of_bundle(open_bundle(folder / index.current))
+    known = Catalog.of_bundle(current)
 
     def grown(ids: Iterable[str]) -> Catalog:
         found = known.num_among(ids)

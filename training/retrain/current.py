@@ -1,4 +1,4 @@
-"""What the registry holds, as the job sees it: the current bundle, how far it has learned the log, and its model."""
+"""What the current bundle is to the job: how far it has learned the log, and which model the next one goes on with."""
 
 import math
 from pathlib import Path
@@ -11,12 +11,6 @@ from training.retrain.learn import unlike
 from training.retrain.run import Run
 from training.retrain.store import Learned, Store
 from training.tables import DataError
-
-
-def current_bundle(registry: Path) -> Bundle | None:
-    """The registry's current bundle; None where nothing was published yet."""
-    index = registries.read_index(registry)
-    return None if index is None else open_bundle(registry / index.current)
 
 
 def is_current(registry: Path, version: str) -> bool:

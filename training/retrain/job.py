@@ -39,7 +39,6 @@ from training.retrain import gate
 from training.retrain import report as reports
 from training.retrain.config import JobConfig
 from training.retrain.current import (
-    current_bundle,
     going_on,
     is_current,
     learned_by,
@@ -150,7 +149,7 @@ def _carry_out(
         take_in(store, config, outbox, work, run)
     finally:
         _remove_past(work, store)
-    current = current_bundle(registry)
+    current = registries.current_bundle(registry)
     run.current = None if current is None else current.manifest.version
     config = going_on(config, current, run)
     for note in run.notes:
