@@ -387,7 +387,7 @@ def open_bundle(folder: Path | str) -> Bundle:
         BundleError: the folder or a file is missing, damaged, unlisted, or of a format not read here.
     """
     folder = Path(folder).resolve()
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     _verify_files(folder, manifest)
     calibration = _parse(folder / "calibration.json", Calibration)
     try:
@@ -467,7 +467,12 @@ def write_bundle(parent: Path, manifest: dict[str, Any], fill: Callable[[Path], 
         raise
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """What a bundle says of itself; whether its files are whole `open_bundle` looks at.
+
+    Raises:
+        BundleError: it is missing, was changed, or is of a format not read here.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise BundleError(

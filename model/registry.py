@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from model.bundle import MANIFEST, Bundle, BundleError, fsync, open_bundle
+from model.bundle import MANIFEST, Bundle, BundleError, Manifest, fsync, open_bundle, read_manifest
 
 REGISTRY = "registry.json"
 CURRENT = "current"
@@ -155,6 +155,16 @@ def current_bundle(registry: Path) -> Bundle | None:
     """
     index = read_index(registry)
     return None if index is None else open_bundle(registry / index.current)
+
+
+def current_manifest(registry: Path) -> Manifest | None:
+    """What the current bundle says of itself, its files not looked at; None where nothing was published yet.
+
+    Raises:
+        BundleError: the index or the manifest cannot be read.
+    """
+    index = read_index(registry)
+    return None if index is None else read_manifest(registry / index.current)
 
 
 def resolve(location: Path | str) -> Path:

@@ -450,7 +450,7 @@ def retrain(
     shown = {**report.to_json(run), "report": str(path)}
     if mlflow is not None:
         try:
-            shown["mlflow_run"] = tracking.track(mlflow, run, job_config, path, registry)
+            shown["mlflow_run"] = tracking.track(mlflow, run, path, registry)
         except Exception as error:
             # The night is over, and what came of it stands. The text may hold the server's password.
             _complain([f"MLflow did not take the run ({type(error).__name__}); its report lies at {path}"])

@@ -338,7 +338,11 @@ def _save(state: TrainState, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_suffix(".staging")
     with staging.open("wb") as file:
-        torch.save(document, file)
+        try:
+            torch.save(document, file)
+        except RuntimeError as error:
+            # torch has an error of its own for a full disk.
+            raise OSError(f"{path} cannot be written: {error}") from error
         file.flush()
         os.fsync(file.fileno())
     staging.replace(path)

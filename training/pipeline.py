@@ -65,8 +65,8 @@ SAME_CATALOGUE = 0.5
 MakeCatalog = Callable[[Iterable[str]], Catalog]
 SHARDS = "shards"
 """Folder, in the run's own, of a streamed log's training histories; deleted when the run has ended well."""
-TRAINING = ("config", "command", "commit", "best_epoch", "seconds", "ingest", "judged")
-"""What a manifest tells of a record; the last two are the retraining job's."""
+TRAINING = ("config", "command", "commit", "best_epoch", "seconds", "log", "ingest", "judged")
+"""What a manifest tells of a record; the last three are the retraining job's."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "polars", "scipy", "pydantic")
 
 
@@ -348,7 +348,8 @@ def write(
     Args:
         model: on the CPU.
         prepared: what it learned from.
-        calibration: to go with it; the report on it is taken from the record.
+        calibration: to go with it; its report is taken from the record, and c from the model, which may have learned
+            more than the one that the rest was fitted by.
         record: of the run, with the test figures.
         folder: the registry's.
         calibrated_by: see `Manifest`.
@@ -357,7 +358,8 @@ def write(
         ExportError: torch and ONNX Runtime disagree. Nothing is written then.
         DataError: too few trained items have metadata. Likewise.
     """
-    calibration = calibration.model_copy(update={"report": _calibration_report(record["test"])})
+    of_model = {"report": _calibration_report(record["test"]), "variance_scale": model.head.shrinkage().item()}
+    calibration = calibration.model_copy(update=of_model)
     catalog = prepared.catalog
     new_items, fitted = fit_new_items(model, catalog.item_ids.to_list(), prepared.metadata)
     manifest: dict[str, Any] = {}

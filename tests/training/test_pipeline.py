@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model import registry
-from model.bundle import WEIGHTS, Bundle, BundleError, open_bundle
+from model.bundle import RANKER, WEIGHTS, Bundle, BundleError, open_bundle
 from model.config import FIRST_ITEM
 from model.onnx.export import ExportError
 from tests.training.conftest import write_log
@@ -217,9 +217,17 @@ def test_a_refit_goes_on_with_everything_but_the_test_events(refitted: Refitted)
 
 def test_a_refit_carries_the_calibration_over_and_is_published_alone(refitted: Refitted) -> None:
     again, fitted = refitted.again, refitted.fitted
-    calibrations = [bundle.calibration.model_copy(update={"report": None}) for bundle in (again, fitted)]
+    of_model = {"report": None, "variance_scale": 1.0}
+    calibrations = [bundle.calibration.model_copy(update=of_model) for bundle in (again, fitted)]
 
     assert calibrations[0] == calibrations[1]
+    # c is the model's that is served, as torch has recorded it: the lists are that model's.
+    assert again.calibration.variance_scale != fitted.calibration.variance_scale
+    for bundle in (again, fitted):
+        ranked = [case for case in bundle.golden_cases() if case.graph == RANKER]
+        assert {float(case.inputs["variance_scale"]) for case in ranked} == {
+            float(np.float32(bundle.calibration.variance_scale))
+        }
     assert again.calibration.report != fitted.calibration.report
     assert fitted.manifest.calibrated_by is None
     assert registry.read_index(again.folder.parent) == registry.RegistryIndex(

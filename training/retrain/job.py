@@ -33,7 +33,7 @@ from training.distributed import ALONE
 from training.evaluate import num_events, popularity_ranks
 from training.events import LogFacts, last_timestamp, tie_counts
 from training.files import write_whole
-from training.pipeline import commit, cpu_model, test_figures, versions, write
+from training.pipeline import commit, cpu_model, keep_freed_memory, test_figures, versions, write
 from training.progress import Reporter
 from training.retrain import gate
 from training.retrain import report as reports
@@ -47,13 +47,13 @@ from training.retrain.current import (
     rolled_back,
 )
 from training.retrain.gate import Answered
-from training.retrain.learn import Candidate, answers, learn_everything, train_candidate
+from training.retrain.learn import Candidate, TooFewEvents, answers, learn_everything, train_candidate
 from training.retrain.lock import locked
 from training.retrain.run import Run
-from training.retrain.slices import Cut, grown_catalog, slice_begin
+from training.retrain.slices import Cut, bucket_without, grown_catalog, slice_begin
 from training.retrain.sources import Outbox, new_files
 from training.retrain.store import NUM_BUCKETS, Learned, Store
-from training.retrain.window import Window, check, look, num_new_events
+from training.retrain.window import Window, check, check_parts, look, num_new_events
 from training.study import strata
 
 RECEIVED_ENTRIES = 1_000_000
@@ -112,8 +112,9 @@ def retrain(
         DataError, ConfigError, BundleError, OSError: what the job could not do, which its report tells too, if it can
             be written. Nothing was published, and no event is lost. What fails after a publication fails nothing.
     """
+    keep_freed_memory()
     with locked(work):
-        run = Run(begun=datetime.now(UTC).isoformat(timespec="seconds"))
+        run = Run(begun=datetime.now(UTC).isoformat(timespec="seconds"), config=config)
         moment = time.time() if now is None else now
         try:
             reports.keep_announced(work, registry)
@@ -125,7 +126,7 @@ def retrain(
                 report.stage(f"published; what is left to do is the next run's: {error}")
                 return run
             run.outcome, run.bundle, run.reason = "failed", None, str(error) or type(error).__name__
-            with suppress(OSError):
+            with suppress(Exception):  # the first error is the one to tell
                 reports.keep(run, work)
             raise
         return run
@@ -144,18 +145,22 @@ def _carry_out(
 ) -> None:
     clock = time.monotonic()
     store = Store(work / "log")
+    manifest = registries.current_manifest(registry)
+    require_one_job(work, registry, store, manifest)
+    if manifest is not None and "log" in manifest.training:
+        store.note_publication()  # which a run that was killed could not
     report.stage("taking in new events")
     try:
         take_in(store, config, outbox, work, run)
     finally:
         _remove_past(work, store)
     current = registries.current_bundle(registry)
-    run.current = None if current is None else current.manifest.version
-    config = going_on(config, current, run)
+    manifest = None if current is None else current.manifest
+    run.current = None if manifest is None else manifest.version
+    config = run.config = going_on(config, current, run)
     for note in run.notes:
         report.stage(note)
-    learned = learned_by(current)
-    require_one_job(work, registry, store, learned, current)
+    learned = learned_by(manifest)
     without = tuple(config.retrain.without_users)
     run.window = look(store, learned, now, without)
     run.seconds["taking in"] = time.monotonic() - clock
@@ -171,19 +176,26 @@ def _carry_out(
             f" {limits.min_events:,} newer ones are waited for before another learns them"
         )
         return
-    run.checks = check(run.window, limits, num_known_users(current))
+    run.checks = check(run.window, limits, num_known_users(manifest))
+    run.checks += check_parts(store, learned, now, limits, without)
     if failed := [one for one in run.checks if not one.is_met]:
         run.outcome = "refused"
         run.reason = "; ".join(f"{one.name} is {one.found:.3g}, {one.accepted}: {one.advice}" for one in failed)
         return
 
     known = None if current is None else Catalog.of_bundle(current)
-    catalog = grown_catalog(store, known)
+    catalog = grown_catalog(store, known, without)
     if config.titles is not None:
         catalog = catalog.with_titles(read_titles(config.titles))
-    facts = facts_of(store, catalog)
+    facts = facts_of(store, catalog, without)
     folder = _folder_of(work, store) / _fingerprint(config, store, run.current)
-    candidate, cut, verdict = _judged(run, config, store, catalog, facts, learned, run.window, current, folder, report)
+    try:
+        candidate, cut, verdict = _judged(
+            run, config, store, catalog, facts, learned, run.window, current, folder, report
+        )
+    except TooFewEvents as few:
+        run.outcome, run.reason = "undecided", f"{few}; the job waits for more events"
+        return
     if verdict != "passed":
         run.outcome = "refused" if verdict == "failed" else "undecided"
         run.reason = "; ".join(
@@ -209,6 +221,7 @@ def _carry_out(
         "cpu": cpu_model(),
         "versions": versions(),
         "test": run.judged["report"],
+        "log": store.index.log,
         "ingest": store.index.ingests,
         "judged": {name: run.judged[name] for name in ("candidate", "current") if name in run.judged},
     }
@@ -236,6 +249,7 @@ def _carry_out(
         shutil.rmtree(bundle)
         run.outcome, run.bundle, run.reason = "refused", None, f"{error}; run the job again to be judged beside it"
         return
+    store.note_publication()
     registries.prune(registry, config.retrain.keep)
     shutil.rmtree(work / "runs", ignore_errors=True)
 
@@ -261,20 +275,25 @@ def _judged(
         cut = Cut(learned, slice_begin(store, learned, num_events, without), without)
         clock = time.monotonic()
         report.stage(f"training a candidate without the last {num_events:,} of the new events")
-        candidate = train_candidate(config, store, catalog, facts, cut, current, folder / f"{num_events}", report)
-        run.seconds["training the candidate"] = time.monotonic() - clock
-        run.training = {
-            "start": "warm" if candidate.is_warm else "scratch",
-            "best_epoch": candidate.state.best_epoch,
-            "curve": candidate.state.curve,
-            "training_seconds": round(candidate.state.seconds, 1),
-        }
-        report.stage(f"judging it on {len(candidate.prepared.split.test):,} events")
-        _ask(run, config, candidate, current)
-        run.judged["begin"] = cut.begin
-        verdict = gate.verdict_of(run.questions)
-        if verdict != "undecided" or num_events == most:
-            return candidate, cut, verdict
+        try:
+            candidate = train_candidate(config, store, catalog, facts, cut, current, folder / f"{num_events}", report)
+        except TooFewEvents:
+            if num_events == most:
+                raise
+        else:
+            run.seconds["training the candidate"] = time.monotonic() - clock
+            run.training = {
+                "start": "warm" if candidate.is_warm else "scratch",
+                "best_epoch": candidate.state.best_epoch,
+                "curve": candidate.state.curve,
+                "training_seconds": round(candidate.state.seconds, 1),
+            }
+            report.stage(f"judging it on {len(candidate.prepared.split.test):,} events")
+            _ask(run, config, candidate, current)
+            run.judged["begin"] = cut.begin
+            verdict = gate.verdict_of(run.questions)
+            if verdict != "undecided" or num_events == most:
+                return candidate, cut, verdict
         report.stage("too few events to tell; judging on twice as many")
         num_events = min(2 * num_events, most)
 
@@ -324,23 +343,23 @@ def _figures(answered: Answered) -> dict[str, float]:
     }
 
 
-def facts_of(store: Store, catalog: Catalog) -> LogFacts:
+def facts_of(store: Store, catalog: Catalog, without_users: Sequence[str] = ()) -> LogFacts:
     """What is known of the log, for a manifest."""
-    users, tied, tied_last, last = 0, 0, 0, -math.inf
+    kept, users, tied, tied_last, last = 0, 0, 0, 0, -math.inf
     for number in range(NUM_BUCKETS):
-        events = store.bucket(number)
+        events = bucket_without(store, number, without_users)
         counts = tie_counts(events)
-        users, tied, tied_last = users + events["user_id"].n_unique(), tied + counts[0], tied_last + counts[1]
-        last = max(last, last_timestamp(events))
+        kept, users = kept + len(events), users + events["user_id"].n_unique()
+        tied, tied_last, last = tied + counts[0], tied_last + counts[1], max(last, last_timestamp(events))
     return LogFacts(
         rows_read=store.index.rows,
-        rows_kept=store.index.rows,
-        rows_rejected=0,
+        rows_kept=kept,
+        rows_rejected=store.index.rows - kept,
         blank_lines=0,
         users=users,
         items=len(catalog),
         has_timestamps=True,
-        tied_events_share=tied / max(store.index.rows, 1),
+        tied_events_share=tied / max(kept, 1),
         tied_last_two_users_share=tied_last / max(users, 1),
         last_timestamp=last,
         sha256=hashlib.sha256(store.index.model_dump_json().encode()).hexdigest(),

@@ -30,6 +30,10 @@ from training.retrain.warm import grown_weights
 from training.splits import Targets
 
 
+class TooFewEvents(Exception):
+    """A part of the cut log is empty, so that nothing can be learned, chosen or judged by it."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A model that has not learned the slice."""
@@ -72,12 +76,22 @@ def train_candidate(
     Raises:
         DataError: the metadata or the list of retired items cannot be read.
         ConfigError: training diverged.
+        TooFewEvents: before the cut, or behind it, is nothing to train, to validate or to judge with.
     """
     counted, split = split_at(store, catalog, cut, folder / "shards")
+    if split.train.num_events == 0:
+        raise TooFewEvents("every event is in the slice of the newest, and none is left to learn from")
+    if len(split.validation) == 0:
+        raise TooFewEvents("no user has two events before the slice of the newest, to choose an epoch and calibrate by")
     event = resolve_event(config.event, split.validation)
     metadata = None if config.metadata is None else read_metadata(config.metadata)
     retired = _retired_by(current) if config.retired is None else read_retired(config.retired)
     split = replace(split, test=askable(split.test, event))
+    if len(split.test) == 0:
+        raise TooFewEvents(
+            "none of the newest events can be asked about: they have weight 0"
+            + (", or are on items that their users had before" if event == "next_new_item" else "")
+        )
     prepared = Prepared(facts, counted, split, event, metadata, retired)
     model, settings, is_warm = begin(config, prepared, current)
     state = fit(model, split, event, settings, folder / "candidate.pt", report.step, report.epoch)

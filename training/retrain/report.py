@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from model import registry as registries
+from training.config import PATHS
 from training.files import write_whole
 from training.retrain.run import EXIT_STATUS, Run
 from training.study.layout import Row, Table
@@ -24,13 +25,14 @@ ANNOUNCED = "announced"
 def to_json(run: Run) -> dict[str, Any]:
     """The run's record."""
     record = asdict(run) | {"exit_status": EXIT_STATUS[run.outcome]}
+    record["config"] = run.config.model_dump(mode="json", exclude=PATHS)
     record["window"] = run.window.to_json() if run.window else None
     record["judged"] = {key: value for key, value in run.judged.items() if key != "report"}
     return record
 
 
-def to_markdown(run: Run) -> str:
-    """The run's report."""
+def to_markdown(run: Run, figure: str | None = None) -> str:
+    """The run's report, with a figure if it is told of one's file."""
     tables = [_ingests(run), _window(run), _checks(run), _judged(run), _questions(run), _seconds(run)]
     parts = [f"## {table.title}\n\n{table.to_markdown()}" for table in tables if table.rows]
     remarks = "".join(f"\n\nNote: {note}." for note in run.notes)
@@ -44,8 +46,8 @@ def to_markdown(run: Run) -> str:
     if run.unusable_entries:
         remarks += f"\n\n{run.unusable_entries:,} entries of the outbox say nothing that can be used; see rejects/."
     head = f"# Retraining, {run.begun}: {run.outcome}\n\n{run.reason or _success(run)}{remarks}"
-    if _has_figure(run):
-        head += f"\n\n![What the gate asked, how the candidate learned, and the nights]({_stem(run)}.png)"
+    if figure is not None:
+        head += f"\n\n![What the gate asked, how the candidate learned, and the nights]({figure})"
     return "\n\n".join([head, *parts]) + "\n"
 
 
@@ -72,25 +74,16 @@ def keep_announced(work: Path, registry: Path) -> None:
     for record in sorted((work / ANNOUNCED).glob("*.json")):
         # One that lies there already was killed when the others had begun to be removed.
         if json.loads(record.read_bytes())["bundle"] in published and not (work / REPORTS / record.name).exists():
-            for path in (record.with_suffix(".png"), record.with_suffix(".md"), record):
+            for path in filter(Path.exists, (record.with_suffix(".png"), record.with_suffix(".md"), record)):
                 write_whole(work / REPORTS / path.name, path.read_bytes())
     for unfinished in (work / REPORTS).glob(".*"):
         unfinished.unlink()
     shutil.rmtree(work / ANNOUNCED, ignore_errors=True)
 
 
-def has_published(work: Path) -> bool:
-    """Whether the reports tell of a publication."""
-    return any(record["outcome"] == "published" for record in _records(work))
-
-
 def _records(work: Path) -> list[dict[str, Any]]:
     """Of the runs that have ended, oldest first."""
     return [json.loads(path.read_bytes()) for path in sorted((work / REPORTS).glob("*.json"))]
-
-
-def _has_figure(run: Run) -> bool:
-    return bool(run.questions)
 
 
 def _stem(run: Run) -> str:
@@ -99,15 +92,27 @@ def _stem(run: Run) -> str:
 
 def _write(run: Run, work: Path, place: str) -> None:
     folder = work / place
-    if _has_figure(run):
-        # A moment to import, for nights that judge.
-        from training.figures import save
-        from training.retrain.figures import night
-
-        save(night(run, _records(work)[-SHOWN_NIGHTS:]), folder / f"{_stem(run)}.png")
+    figure = _draw(run, work, folder / f"{_stem(run)}.png") if run.questions else None
     # The record last: where it lies, the rest does too.
-    write_whole(folder / f"{_stem(run)}.md", to_markdown(run).encode())
+    write_whole(folder / f"{_stem(run)}.md", to_markdown(run, figure).encode())
     write_whole(folder / f"{_stem(run)}.json", (json.dumps(to_json(run), indent=2) + "\n").encode())
+
+
+def _draw(run: Run, work: Path, path: Path) -> str | None:
+    """Draw a run that has judged; returns the figure's name, None where it cannot be drawn: no model waits for it."""
+    # A moment to import, for nights that judge.
+    from training.figures import save
+    from training.retrain.figures import night
+
+    try:
+        save(night(run, _records(work)[-SHOWN_NIGHTS:]), path)
+    except OSError:
+        raise  # the disk is full, for one
+    except Exception as error:
+        note = f"the figure could not be drawn ({type(error).__name__}: {error})"
+        run.notes += [] if note in run.notes else [note]
+        return None
+    return path.name
 
 
 def _success(run: Run) -> str:

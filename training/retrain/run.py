@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from training.retrain.config import JobConfig
 from training.retrain.gate import Question
 from training.retrain.store import Ingest
 from training.retrain.window import Check, Window
@@ -23,6 +24,8 @@ class Run:
     """The record of a run."""
 
     begun: str
+    config: JobConfig
+    """As the job was given it; once it knows the current model, with what it takes over from that."""
     outcome: Outcome = "nothing new"
     """`failed`: an error ended it, which `reason` tells."""
     reason: str = ""

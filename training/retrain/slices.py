@@ -53,11 +53,11 @@ class Cut:
     without_users: tuple[str, ...] = ()
 
 
-def grown_catalog(store: Store, known: Catalog | None) -> Catalog:
+def grown_catalog(store: Store, known: Catalog | None, without_users: Sequence[str] = ()) -> Catalog:
     """The catalogue of a log: the known one with the ids that it lacks appended, those first that were used first."""
     first = pl.DataFrame(schema={"item_id": pl.String(), "timestamp": pl.Float64()})
     for number in range(NUM_BUCKETS):
-        of_bucket = store.bucket(number).group_by("item_id").agg(pl.col("timestamp").min())
+        of_bucket = bucket_without(store, number, without_users).group_by("item_id").agg(pl.col("timestamp").min())
         first = pl.concat([first, of_bucket]).group_by("item_id").agg(pl.col("timestamp").min())
     ids = first.sort("timestamp", "item_id")["item_id"]
     return Catalog.from_ids(ids) if known is None else known.grow(ids)
@@ -67,7 +67,7 @@ def slice_begin(store: Store, learned: Learned, num_events: int, without_users: 
     """The moment from which on there are at least so many new events, or all: seconds since 1970."""
     newest = np.empty(0)
     for number in range(NUM_BUCKETS):
-        events = store.bucket(number).filter(~pl.col("user_id").is_in(without_users))
+        events = bucket_without(store, number, without_users)
         new = events.filter(learned.is_new() & (pl.col("weight") > 0))["timestamp"]
         newest = np.sort(np.concatenate([newest, new.to_numpy()]))[-num_events:]
     return float(newest[0]) if len(newest) else math.inf
@@ -125,11 +125,13 @@ class _Shares:
     def of(cls, store: Store, cut: Cut) -> "_Shares":
         users = users_in_slice = users_with_new = 0
         for number in range(NUM_BUCKETS):
-            events = store.bucket(number)
+            events = bucket_without(store, number, cut.without_users)
             in_slice = _in_slice(events, cut)
-            users += events["user_id"].n_unique()
             users_in_slice += events.filter(in_slice)["user_id"].n_unique()
-            users_with_new += events.filter(_is_new(events, cut) & ~in_slice)["user_id"].n_unique()
+            # As in `_divide`: who has an event to be asked about, and another before it to be asked from.
+            earlier = events.with_columns(new=_is_new(events, cut)).filter(~in_slice).filter(pl.col("weight") > 0)
+            last = earlier.group_by("user_id").agg(pl.len(), pl.col("new").last()).filter(pl.col("len") >= 2)
+            users, users_with_new = users + len(last), users_with_new + int(last["new"].sum())
         by_any = users_with_new < LEAST_VALIDATION_USERS
         share = min(MAX_VALIDATION_SHARE, MAX_VALIDATION_USERS / max(users if by_any else users_with_new, 1))
         return cls(
@@ -137,6 +139,11 @@ class _Shares:
             judged=min(1.0, MAX_JUDGED_USERS / max(users_in_slice, 1)),
             by_any=by_any,
         )
+
+
+def bucket_without(store: Store, number: int, without_users: Sequence[str]) -> pl.DataFrame:
+    """The events of a bucket but for those of users to leave out."""
+    return store.bucket(number).filter(~pl.col("user_id").is_in(without_users))
 
 
 def _is_new(events: pl.DataFrame, cut: Cut) -> np.ndarray:
@@ -151,7 +158,7 @@ def _shards(store: Store, cut: Cut) -> Iterator[pl.DataFrame]:
     """The events of as many buckets at a time as make a shard, without the users to leave out."""
     gathered: list[pl.DataFrame] = []
     for number in range(NUM_BUCKETS):
-        gathered.append(store.bucket(number).filter(~pl.col("user_id").is_in(cut.without_users)))
+        gathered.append(bucket_without(store, number, cut.without_users))
         if sum(map(len, gathered)) >= SHARD_EVENTS or number == NUM_BUCKETS - 1:
             yield pl.concat(gathered)
             gathered = []

@@ -7,7 +7,8 @@ again, and the log keeps it once.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 
 import polars as pl
 import redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisClusterException, RedisError, ResponseError
 
 from training.events import MAX_WEIGHT, MIN_WEIGHT, DataConfig, Reading, read_blocks, source_files
 from training.retrain.store import EVENT_SCHEMA, NOBODY, SESSION, Incoming, Merge
@@ -29,6 +30,8 @@ READ_ENTRIES = 10_000
 ACKNOWLEDGED = 1_000
 """Entries acknowledged at a time."""
 TIMEOUT_S = 30.0
+_FAILURES = (RedisError, RedisClusterException)
+"""Of the client. The second is raised when no node of a cluster answers, and is not one of the first."""
 
 
 # Files
@@ -49,7 +52,7 @@ def new_files(config: DataConfig, files_read: Mapping[str, str], rejects: Path) 
     Args:
         config: where the files lie and how to read them. A folder without files has nothing new.
         files_read: sha256 → name, of the log's index.
-        rejects: folder that receives `<file>.jsonl` with the rows of a file that cannot be used.
+        rejects: folder that receives `<file>-<digest>.jsonl` with the rows of a file that cannot be used.
 
     Raises:
         DataError: no such folder, files of mixed formats, or a file has no column of timestamps; when the blocks are
@@ -72,7 +75,7 @@ def new_files(config: DataConfig, files_read: Mapping[str, str], rejects: Path) 
 def _blocks_of_files(config: DataConfig, files: Mapping[str, Path], rejects: Path) -> Iterator[pl.DataFrame]:
     for digest, file in files.items():
         reading = Reading()
-        of_file = config.model_copy(update={"path": file, "rejects": rejects / f"{file.name}.jsonl"})
+        of_file = config.model_copy(update={"path": file, "rejects": rejects / f"{file.name}-{digest[:8]}.jsonl"})
         for events in read_blocks(of_file, reading, may_be_empty=True):
             if events["timestamp"].is_nan().any():
                 raise DataError(
@@ -126,7 +129,7 @@ class Outbox:
         self._place = urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
         try:
             self._client = client.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-        except RedisError as error:
+        except _FAILURES as error:
             raise self._unreachable(error) from error
         except ValueError as error:
             # Its message names the accepted schemes and not the URL, which may hold a password.
@@ -145,10 +148,10 @@ class Outbox:
             most: entries, about.
         """
         try:
-            entries = list(self._read(most))
-        except RedisError as error:
+            received = _understood(self._read(most))
+        except _FAILURES as error:
             raise self._unreachable(error) from error
-        return _understood(entries) if entries else None
+        return received if received.entries else None
 
     def acknowledge(self, received: Received) -> None:
         """Take entries off the outbox: the log has what they say."""
@@ -162,7 +165,7 @@ class Outbox:
                     # Deleted first: what is deleted and still pending comes back empty, and is acknowledged then.
                     self._client.xdel(stream, *some)
                     self._client.xack(stream, GROUP, *some)
-        except RedisError as error:
+        except _FAILURES as error:
             raise self._unreachable(error) from error
 
     def _read(self, most: int) -> Iterator[tuple[str, bytes, dict[bytes, bytes]]]:
@@ -188,18 +191,23 @@ class Outbox:
     def _read_group(self, stream: str, begin: bytes, most: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Entries of one stream, by the group, which is made where it is not there yet.
 
-        Made only then: a server whose memory is full refuses to make one, and this job is who empties it.
+        A server whose memory is full refuses to make one, and this job is who empties it: then they are read without,
+        which is as good for a consumer that is alone.
         """
         try:
             reply = self._client.xreadgroup(GROUP, GROUP, {stream: begin}, count=most)
         except ResponseError as error:
             if not str(error).startswith("NOGROUP"):
                 raise
-            self._client.xgroup_create(stream, GROUP, id="0")
+            try:
+                self._client.xgroup_create(stream, GROUP, id="0")
+            except OutOfMemoryError:
+                found = [] if begin == b">" else self._client.xrange(stream, min=b"(" + begin, count=most)
+                return [(id, fields) for id, fields in found]
             reply = self._client.xreadgroup(GROUP, GROUP, {stream: begin}, count=most)
         return _of_one_stream(reply)
 
-    def _unreachable(self, error: RedisError) -> DataError:
+    def _unreachable(self, error: Exception) -> DataError:
         return DataError(
             f"{self._place}: the outbox cannot be read ({type(error).__name__}: {error}); nothing of it was lost, run"
             " the job again when the server answers"
@@ -219,12 +227,17 @@ def _of_one_stream(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     return [(id, fields or {}) for id, fields in found]
 
 
-def _understood(entries: list[tuple[str, bytes, dict[bytes, bytes]]]) -> Received:
+def _understood(read: Iterable[tuple[str, bytes, dict[bytes, bytes]]]) -> Received:
+    """Entries as they are read: of a million their fields alone would take more than a gigabyte."""
+    entries: list[Entry] = []
     rows: list[tuple[str, str, float, float, str | None, str]] = []
     erasures: dict[str, float] = {}
     merges: list[Merge] = []
     unusable = []
-    for stream, id, raw in entries:
+    erased: dict[str, tuple[int, float]] = {}
+    """User → how many rows stand before the last entry that erases the user, and its time."""
+    for stream, id, raw in read:
+        entries.append(Entry(stream, id))
         if not raw:
             continue  # deleted by an acknowledgement that was interrupted, or by an erasure
         fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
@@ -235,6 +248,7 @@ def _understood(entries: list[tuple[str, bytes, dict[bytes, bytes]]]) -> Receive
                 case "erase" if "user_id" in fields:
                     time = float(fields["timestamp_ms"]) / 1000
                     erasures[fields["user_id"]] = max(time, erasures.get(fields["user_id"], time))
+                    erased[fields["user_id"]] = (len(rows), time)
                 case "merge" | "erase":
                     # Of a session that was merged into a user who is erased: what it had until then is nobody's.
                     into = fields["user_id"] if fields["kind"] == "merge" else NOBODY
@@ -245,10 +259,15 @@ def _understood(entries: list[tuple[str, bytes, dict[bytes, bytes]]]) -> Receive
         except (ValueError, KeyError) as error:
             problem = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             unusable.append({"stream": stream, "id": id.decode(), "problem": problem, "fields": json.dumps(fields)})
+    for place, (user_id, item_id, timestamp, weight, event_id, source) in enumerate(rows):
+        until, erased_at = erased.get(user_id, (0, math.inf))
+        if place < until and timestamp > erased_at:
+            # It came before the erasure, however a clock dated it: a user's entries are in one stream, in their order.
+            rows[place] = (user_id, item_id, erased_at, weight, event_id, source)
     frame = pl.DataFrame(rows, schema=EVENT_SCHEMA, orient="row")
     return Received(
         incoming=Incoming(blocks=[frame], erasures=erasures, merges=merges),
-        entries=tuple(Entry(stream, id) for stream, id, _ in entries),
+        entries=tuple(entries),
         unusable=tuple(unusable),
     )
 

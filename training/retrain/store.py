@@ -6,8 +6,9 @@
 A bucket holds whole users, by a hash that no library version changes. An ingest writes the buckets that it touches anew
 under new names, and then the index. Files that the index does not name are a killed ingest's, for the next to remove.
 
-An event that has an `event_id` is known by user and that, any other by user, item and time. Of two that are alike the
-first to come is kept: a file that is sent twice, a queue's entry that is delivered twice, add nothing.
+An event that has an `event_id` is known by user and that, any other by user, item and time; where one of two is of the
+latter kind, or was told for a session, item and time make them alike. Of two that are alike the first to come is kept:
+a file that is sent twice, a queue's entry that is delivered twice, add nothing.
 
 An erased user's events that are there when the erasure comes, whatever their date, and those dated up to it are
 dropped, now and whenever they come again; of the user only a hash is remembered. The events that an anonymous session
@@ -17,6 +18,7 @@ erased user they are nobody's, and dropped.
 
 import hashlib
 import math
+import secrets
 import shutil
 import time
 import zlib
@@ -40,6 +42,8 @@ SCATTER_ROWS = 2**21
 SESSION = "\x1f"
 """Begins the `user_id` of an anonymous session's events; no user's id can hold it."""
 MERGE_MEMORY_S = 2 * 86_400
+MERGED = "session"
+"""Source of a user's events that were told for a session."""
 
 EVENT_SCHEMA = pl.Schema(
     {
@@ -48,7 +52,7 @@ EVENT_SCHEMA = pl.Schema(
         "timestamp": pl.Float64(),  # seconds since 1970
         "weight": pl.Float32(),
         "event_id": pl.String(),  # null where it has none
-        "source": pl.String(),  # what brought it: a file's name, or `outbox`
+        "source": pl.String(),  # what brought it: a file's name, `outbox`, or `session`
     }
 )
 """Of what comes in."""
@@ -77,6 +81,10 @@ class Index(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[1] = 1
+    log: str = ""
+    """Drawn by the first ingest, so that a model can tell which log it learned."""
+    has_published: bool = False
+    """Whether a model that learned it was published."""
     ingests: int = 0
     """How many there were."""
     buckets: tuple[str | None, ...] = (None,) * NUM_BUCKETS
@@ -164,9 +172,15 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_strays()
         try:
-            return self._ingest(incoming)
-        finally:
-            self._remove_strays()
+            ingest = self._ingest(incoming)
+        except BaseException:
+            # Where the index was renamed and that alone could not be made durable, the disk may come back with either.
+            # The files of both stay until the next ingest.
+            if _read_index(self.folder / INDEX) == self.index:
+                self._remove_strays()
+            raise
+        self._remove_strays()
+        return ingest
 
     def _ingest(self, incoming: Incoming) -> Ingest:
         before, number = self.index, self.index.ingests + 1
@@ -209,22 +223,22 @@ class Store:
             new += int((merged["ingest"] == number).sum())
             rows += len(merged) - len(stored)
             names[bucket] = self._write_bucket(bucket, number, merged)
-        self._replace_index(
-            Index(
-                ingests=number,
-                buckets=tuple(names),
-                rows=rows,
-                files_read={**before.files_read, **incoming.files_read},
-                erased=erased,
-                merges=_recent(merges),
-            )
-        )
+        changed = {
+            "log": before.log or secrets.token_hex(8),
+            "ingests": number,
+            "buckets": tuple(names),
+            "rows": rows,
+            "files_read": {**before.files_read, **incoming.files_read},
+            "erased": erased,
+            "merges": _recent(merges),
+        }
+        self._replace_index(before.model_copy(update=changed))
         return Ingest(number, read, new, read - new - of_erased, of_erased, removed)
 
     def ingests(self) -> pl.DataFrame:
         """Of each ingest of which there are events: `ingest`, `events`, `first`, `last`, `sources`, in their order.
 
-        Times are seconds since 1970; sources are names of files, and `outbox`.
+        Times are seconds since 1970; sources as in `EVENT_SCHEMA`.
         """
         time, source = pl.col("timestamp"), pl.col("source").unique()
         parts = [
@@ -262,6 +276,11 @@ class Store:
         self._replace_index(before.model_copy(update=changed))
         self._remove_strays()
         return removed
+
+    def note_publication(self) -> None:
+        """Remember that a model that learned this log was published."""
+        if not self.index.has_published:
+            self._replace_index(self.index.model_copy(update={"has_published": True}))
 
     def _write_bucket(self, bucket: int, number: int, events: pl.DataFrame) -> str | None:
         """Write a bucket anew in the course of an ingest; returns the file's name."""
@@ -312,6 +331,7 @@ class _Arrivals:
             events = pl.concat([stored(bucket), self.of_bucket(bucket)])
             moved = events.with_columns(user_id=_merged_into(events, merges)).drop_nulls("user_id")
             if len(moved):
+                moved = moved.with_columns(source=pl.lit(MERGED))
                 self._write(moved.filter(pl.col("user_id") != NOBODY))
                 left.add(bucket)
         return left
@@ -415,14 +435,12 @@ def _recent(merges: Sequence[Merge]) -> tuple[Merge, ...]:
 
 def _each_once(events: pl.DataFrame) -> pl.DataFrame:
     """The first to come of events that are alike."""
-    by_id = pl.col("event_id").is_not_null()
-    alike = {
-        "_event_id": pl.col("event_id"),
-        "_item_id": pl.when(~by_id).then("item_id"),
-        "_timestamp": pl.when(~by_id).then("timestamp"),
-    }
-    once = events.with_columns(**alike).unique(["user_id", *alike], keep="first", maintain_order=True)
-    return once.drop(*alike)
+    has_id = pl.col("event_id").is_not_null()
+    events = events.filter(~has_id | pl.struct("user_id", "event_id").is_first_distinct())
+    place = ["user_id", "item_id", "timestamp"]
+    by_place = ~has_id | (pl.col("source") == MERGED)
+    is_first = pl.struct(place).is_first_distinct()
+    return events.filter(is_first | ~(by_place | by_place.first().over(place)))
 
 
 def _write_durably(events: pl.DataFrame, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 The experiment and the registered model have the model's name. A run has the job's configuration as parameters, what was
 found and judged as metrics, and the report as an artifact; a published bundle is an artifact too, and a version of the
-model with the alias `current`.
+model. The alias `current` is the version of what the registry has as current, at the end of each run.
 """
 
 import math
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from model import registry as registries
 from training.config import PATHS, ConfigError, leaves
-from training.retrain.config import JobConfig
 from training.retrain.run import Run
 
 QUIET = {
@@ -45,13 +45,12 @@ def require_mlflow() -> None:
         ) from None
 
 
-def track(uri: str, run: Run, config: JobConfig, report: Path, registry: Path) -> str:
+def track(uri: str, run: Run, report: Path, registry: Path) -> str:
     """Keep a run that has ended; returns MLflow's id of it.
 
     Args:
         uri: of MLflow's tracking server, as MLFLOW_TRACKING_URI.
-        run: of the job.
-        config: its configuration; paths stay out.
+        run: of the job; paths of its configuration stay out.
         report: its Markdown; JSON and figure lie beside it.
         registry: where the published bundle lies.
 
@@ -61,13 +60,13 @@ def track(uri: str, run: Run, config: JobConfig, report: Path, registry: Path) -
     from mlflow import MlflowClient
     from mlflow.entities import Param
 
-    client, name = MlflowClient(tracking_uri=uri, registry_uri=uri), config.model_name
+    client, name = MlflowClient(tracking_uri=uri, registry_uri=uri), run.config.model_name
     experiment = client.get_experiment_by_name(name)
     experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
     tags = {"outcome": run.outcome, "reason": run.reason, "bundle": run.bundle or "", "previous": run.current or ""}
     kept = client.create_run(experiment_id, run_name=run.begun, tags=tags)
     run_id: str = kept.info.run_id
-    params = [Param(key, str(value)) for key, value in leaves(config.model_dump(mode="json", exclude=PATHS))]
+    params = [Param(key, str(value)) for key, value in leaves(run.config.model_dump(mode="json", exclude=PATHS))]
     for begin in range(0, len(params), MAX_PARAMS):
         client.log_batch(run_id, params=params[begin : begin + MAX_PARAMS])
     for key, value in metrics_of(run).items():
@@ -79,8 +78,13 @@ def track(uri: str, run: Run, config: JobConfig, report: Path, registry: Path) -
         if not client.search_registered_models(f"name = '{name}'"):
             client.create_registered_model(name)
         source = f"{kept.info.artifact_uri}/bundle"
-        version = client.create_model_version(name, source, run_id, tags={"bundle": run.bundle})
-        client.set_registered_model_alias(name, CURRENT, version.version)
+        client.create_model_version(name, source, run_id, tags={"bundle": run.bundle})
+    index = registries.read_index(registry)
+    if index is not None:
+        # Somebody may have rolled back, or the server missed a night.
+        versions = client.search_model_versions(f"name = '{name}' and tags.bundle = '{index.current}'")
+        if versions:
+            client.set_registered_model_alias(name, CURRENT, str(max(int(one.version) for one in versions)))
     client.set_terminated(run_id)
     return run_id
 

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 from pydantic import BaseModel, ConfigDict, Field
 
+from training.retrain.slices import bucket_without
 from training.retrain.store import NUM_BUCKETS, SESSION, Learned, Store
 
 DAY_S = 86_400
@@ -94,7 +95,13 @@ class Window:
         return {key: value for key, value in asdict(self).items() if value == value}
 
 
-def look(store: Store, learned: Learned, now: float, without_users: Sequence[str] = ()) -> Window:
+def look(
+    store: Store,
+    learned: Learned,
+    now: float,
+    without_users: Sequence[str] = (),
+    ingests: tuple[int, int] | None = None,
+) -> Window:
     """Look at the events that are new; those of weight 0 count too.
 
     Args:
@@ -102,11 +109,13 @@ def look(store: Store, learned: Learned, now: float, without_users: Sequence[str
         learned: what the current model has learned of it.
         now: seconds since 1970.
         without_users: whose events do not count.
+        ingests: the first and the last whose new events count; None: all.
     """
+    view = _View(store, learned, without_users, ingests)
     counts = {key: _no_counts(key) for key in ("user_id", "item_id", "day", "source")}
     first, last, learned_until = math.inf, -math.inf, -math.inf
     for number in range(NUM_BUCKETS):
-        events = _bucket(store, number, without_users).with_columns(
+        events = view.bucket(number).with_columns(
             new=learned.is_new(), day=(pl.col("timestamp") // DAY_S).cast(pl.Int64())
         )
         for key, so_far in counts.items():
@@ -129,10 +138,7 @@ def look(store: Store, learned: Learned, now: float, without_users: Sequence[str
     )
     if num_new == 0:
         return window
-    future, late = (
-        _num_between(store, learned, without_users, *bounds)
-        for bounds in ((now + DAY_S, math.inf), (-math.inf, learned_until))
-    )
+    future, late = (_num_between(view, *bounds) for bounds in ((now + DAY_S, math.inf), (-math.inf, learned_until)))
     busiest = users.sort("new", "user_id", descending=[True, False]).row(0, named=True)
     return replace(
         window,
@@ -156,8 +162,54 @@ def look(store: Store, learned: Learned, now: float, without_users: Sequence[str
 
 def num_new_events(store: Store, learned: Learned, without_users: Sequence[str] = ()) -> int:
     """Events that a model has not learned."""
-    buckets = (_bucket(store, number, without_users) for number in range(NUM_BUCKETS))
+    buckets = map(_View(store, learned, without_users).bucket, range(NUM_BUCKETS))
     return sum(int(events.select(learned.is_new().sum()).item()) for events in buckets)
+
+
+def check_parts(
+    store: Store, learned: Learned, now: float, limits: Limits, without_users: Sequence[str] = ()
+) -> list[Check]:
+    """The checks that find poison, of what single ingests brought: what was refused one night stays so the next ones.
+
+    Among the events of further nights it would be too small a share to be seen. Ingests of fewer than
+    `limits.min_events` are put together; where all of them make one part, that is the window, and nothing is checked.
+    Arguments as of `look` and `check`.
+    """
+    parts = _parts(store, learned, limits.min_events, without_users)
+    checks = []
+    for first, last in parts if len(parts) > 1 else ():
+        name = f"ingest {first}" if first == last else f"ingests {first} to {last}"
+        window = look(store, learned, now, without_users, (first, last))
+        checks += [
+            replace(
+                one,
+                name=f"{one.name} of {name}",
+                advice=f"{one.advice}; or take it out of the log with `bft-train log forget`",
+            )
+            for one in _poison(window, limits)
+        ]
+    return checks
+
+
+def _parts(store: Store, learned: Learned, least: int, without_users: Sequence[str]) -> list[tuple[int, int]]:
+    """First and last ingest of the parts of the new events, of at least so many events each."""
+    view, counts = (
+        _View(store, learned, without_users),
+        pl.DataFrame(schema={"ingest": pl.UInt32(), "len": pl.UInt32()}),
+    )
+    for number in range(NUM_BUCKETS):
+        new = view.bucket(number).filter(learned.is_new()).group_by("ingest").len()
+        counts = pl.concat([counts, new]).group_by("ingest").agg(pl.col("len").sum())
+    parts: list[tuple[int, int]] = []
+    begin, gathered = None, 0
+    for ingest, events in counts.sort("ingest").iter_rows():
+        begin, gathered = (ingest if begin is None else begin), gathered + events
+        if gathered >= least:
+            parts.append((begin, ingest))
+            begin, gathered = None, 0
+    if begin is not None and parts:
+        parts[-1] = (parts[-1][0], ingest)
+    return parts
 
 
 def check(window: Window, limits: Limits, known_users: int | None = None) -> list[Check]:
@@ -168,22 +220,7 @@ def check(window: Window, limits: Limits, known_users: int | None = None) -> lis
         limits: what is accepted.
         known_users: of how many users the current model learned where it was not this job that made it, else None.
     """
-    checks = [
-        _at_most(
-            "busiest_user",
-            window.busiest_user_share,
-            limits.max_user_share,
-            f"look at the events of user {window.busiest_user!r}: a program makes so many; leave the user out with"
-            " retrain.without_users, or raise retrain.limits.max_user_share",
-        ),
-        _at_most(
-            "future",
-            window.future_share,
-            limits.max_future_share,
-            "a clock is ahead, or seconds and milliseconds were mixed up: mend the source, restore the job's log from"
-            " before it, or raise retrain.limits.max_future_share",
-        ),
-    ]
+    checks = _poison(window, limits)
     if known_users:
         share = window.earlier_users / known_users
         known = Check(
@@ -217,12 +254,6 @@ def check(window: Window, limits: Limits, known_users: int | None = None) -> lis
                 limits.max_new_item_share,
                 "too few items are known: were their ids made anew? Else raise retrain.limits.max_new_item_share",
             ),
-            _at_most(
-                "popularity",
-                window.psi,
-                limits.max_psi,
-                "other items are popular than before: look at the sources; if it is so, raise retrain.limits.max_psi",
-            ),
         ]
     if math.isfinite(window.usual_events_per_day):
         factor = window.events_per_day / window.usual_events_per_day
@@ -234,6 +265,35 @@ def check(window: Window, limits: Limits, known_users: int | None = None) -> lis
             " missing, or sent twice under other ids? Else raise retrain.limits.max_volume_factor",
         )
         checks.append(volume)
+    return checks
+
+
+def _poison(window: Window, limits: Limits) -> list[Check]:
+    """Checks of what no honest source brings, however many events there are."""
+    checks = [
+        _at_most(
+            "busiest_user",
+            window.busiest_user_share,
+            limits.max_user_share,
+            f"look at the events of user {window.busiest_user!r}: a program makes so many; leave the user out with"
+            " retrain.without_users, or raise retrain.limits.max_user_share",
+        ),
+        _at_most(
+            "future",
+            window.future_share,
+            limits.max_future_share,
+            "a clock is ahead, or seconds and milliseconds were mixed up: mend the source, restore the job's log from"
+            " before it, or raise retrain.limits.max_future_share",
+        ),
+    ]
+    if window.earlier_events:
+        popularity = _at_most(
+            "popularity",
+            window.psi,
+            limits.max_psi,
+            "other items are popular than before: look at the sources; if it is so, raise retrain.limits.max_psi",
+        )
+        checks.append(popularity)
     return checks
 
 
@@ -274,15 +334,27 @@ def _added(so_far: pl.DataFrame, events: pl.DataFrame, key: str) -> pl.DataFrame
     return pl.concat([so_far, counts]).group_by(key).sum()
 
 
-def _bucket(store: Store, number: int, without_users: Sequence[str]) -> pl.DataFrame:
-    return store.bucket(number).filter(~pl.col("user_id").is_in(without_users))
+@dataclass(frozen=True)
+class _View:
+    """The events that are looked at: those learned, and the new ones of some ingests or of all."""
+
+    store: Store
+    learned: Learned
+    without_users: Sequence[str]
+    ingests: tuple[int, int] | None = None
+
+    def bucket(self, number: int) -> pl.DataFrame:
+        events = bucket_without(self.store, number, self.without_users)
+        if self.ingests is None:
+            return events
+        return events.filter(~self.learned.is_new() | pl.col("ingest").is_between(*self.ingests))
 
 
-def _num_between(store: Store, learned: Learned, without_users: Sequence[str], begin: float, end: float) -> int:
+def _num_between(view: _View, begin: float, end: float) -> int:
     """New events dated after `begin` and before `end`."""
     found = 0
     for number in range(NUM_BUCKETS):
-        new = _bucket(store, number, without_users).filter(learned.is_new())["timestamp"]
+        new = view.bucket(number).filter(view.learned.is_new())["timestamp"]
         found += int(((new > begin) & (new < end)).sum())
     return found
 

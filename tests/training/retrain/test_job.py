@@ -3,6 +3,7 @@
 import fcntl
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.training.test_pipeline import Recorder
 from training import pipeline
 from training.cli import app
 from training.config import load_config
+from training.retrain import figures
+from training.retrain import report as reports
 from training.retrain.config import JobConfig
 from training.retrain.current import going_on, is_current
 from training.retrain.job import retrain
@@ -26,7 +29,7 @@ from training.retrain.learn import _retired_by
 from training.retrain.lock import JobLocked, locked
 from training.retrain.report import to_json, to_markdown
 from training.retrain.run import EXIT_STATUS, Run
-from training.retrain.store import Incoming, Store
+from training.retrain.store import INDEX, Incoming, Store
 from training.tables import DataError
 
 NUM_ITEMS = 30
@@ -102,8 +105,8 @@ def test_retired_items_and_metadata_go_into_the_bundle(tmp_path: Path) -> None:
     assert str(tmp_path) not in (bundle.folder / "manifest.json").read_text()
     # Without the files the retired stay, and somebody is told of what will be missing.
     assert _retired_by(bundle) == {"item 3"}
-    unaware = Run(begun="")
-    going_on(config(tmp_path / "in"), bundle, unaware)
+    unaware = Run("", config(tmp_path / "in"))
+    going_on(unaware.config, bundle, unaware)
     assert [note.endswith("give the job metadata.path") for note in unaware.notes] == [True]
 
 
@@ -112,14 +115,26 @@ def test_the_job_goes_on_with_the_current_model_unless_it_is_told_of_another(two
     current = open_bundle(folder / "registry" / str(first.bundle))
 
     def told(*overrides: str) -> tuple[JobConfig, list[str]]:
-        asked, told = load_config(None, [f"data.path={folder / 'in'}", *overrides], JobConfig), Run(begun="")
+        asked = load_config(None, [f"data.path={folder / 'in'}", *overrides], JobConfig)
+        told = Run("", asked)
         return going_on(asked, current, told), told.notes
 
     assert told()[1] == told(*SMALL[:1])[1] == []
     assert told()[0].model == current.manifest.model
     assert told(*SMALL[:1], "model.dropout=0.5")[1] == []
     other, notes = told("model=hstu")
-    assert other.model.backbone == "hstu"
+    assert (other.model.backbone, other.model_name) == ("hstu", "bft-hstu")
+    # What a confidence is the probability of does not change with a night's share of repeats.
+    assert [told(*asked)[0].event for asked in ([], ["event=next_item"], ["event=next_new_item"])] == [
+        current.manifest.event,
+        "next_item",
+        "next_new_item",
+    ]
+    named = replace(current, manifest=current.manifest.model_copy(update={"name": "shop"}))
+    assert [going_on(one, named, Run("", one)).model_name for one in (told()[0], told("name=ours")[0])] == [
+        "bft-sasrec",
+        "ours",
+    ]
     assert "its model differs from the current one's in backbone, max_len, width, num_layers, ffn_width" in notes[0]
 
 
@@ -197,10 +212,24 @@ def test_a_log_and_a_registry_that_do_not_belong_together_are_refused(copy: Path
         run(copy)
 
     (copy / "elsewhere").rename(copy / "registry")
-    shutil.rmtree(copy / "work")
-    (copy / "in" / "tuesday.csv").unlink()
-    with pytest.raises(DataError, match=r"learned from 2 ingests, the log in .* has 1"):
+    shutil.copytree(copy / "work", copy / "newest")
+    index = (copy / "work" / "log" / INDEX).read_text()
+    (copy / "work" / "log" / INDEX).write_text(index.replace('"ingests": 2', '"ingests": 1'))
+    with pytest.raises(DataError, match=r"learned 2 ingests of the log (\w+); .* has 1 of them\. Nothing was taken in"):
         run(copy)
+    shutil.rmtree(copy / "work")
+    # However many nights it goes on: what is acknowledged would be in this log alone.
+    for _ in range(4):
+        with pytest.raises(DataError, match=r"has another log, empty\. Nothing was taken in"):
+            run(copy)
+        assert not (copy / "work" / "log").exists()
+    shutil.rmtree(copy / "work")
+    (copy / "newest").rename(copy / "work")
+    shutil.rmtree(copy / "work" / "reports")
+    assert run(copy).outcome == "nothing new"
+    (copy / "registry").rename(copy / "elsewhere")
+    with pytest.raises(DataError, match="nothing was published here"):
+        run(copy)  # though no report tells of a publication any more
 
 
 def test_the_first_night_goes_on_from_a_model_that_was_fitted(tmp_path: Path) -> None:
@@ -262,6 +291,33 @@ def test_shuffled_events_are_refused_and_named(copy: Path) -> None:
     assert (refused.outcome, EXIT_STATUS[refused.outcome]) == ("refused", 3)
     assert "NDCG@10 of the current model" in refused.reason
     assert registries.read_index(copy / "registry") == index
+
+
+@pytest.mark.parametrize(
+    ("log", "overrides", "reason"),
+    [
+        ("one day", [], "every event is in the slice of the newest"),
+        ("repeats", ["event=next_new_item"], "none of the newest events can be asked about"),
+        ("visitors", [], "no user has two events before the slice"),
+    ],
+)
+def test_too_few_events_of_a_kind_leave_the_night_undecided(
+    log: str, overrides: list[str], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    rows = ["user_id,item_id,timestamp"]
+    for number in range(800):
+        user = number if log == "visitors" else number % 40
+        item = number // 40 % 4 if log == "repeats" else number % 17
+        rows.append(f"u{user},i{item},{1 if log == 'one day' else number}")
+    (tmp_path / "in" / "monday.csv").write_text("\n".join(rows) + "\n")
+
+    ended = run(tmp_path, "retrain.limits.max_user_share=1.0", *overrides)
+
+    assert (ended.outcome, EXIT_STATUS[ended.outcome]) == ("undecided", 3)
+    assert reason in ended.reason
+    assert (tmp_path / "work" / "reports").exists()
+    assert registries.read_index(tmp_path / "registry") is None
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
@@ -400,17 +456,36 @@ def test_the_command_wants_a_source(tmp_path: Path) -> None:
     assert "no source of events: give --data FOLDER" in result.stderr
 
 
+def test_a_figure_that_cannot_be_drawn_keeps_no_model_from_being_published(
+    two_nights: tuple[Path, Run, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no such colour")
+
+    monkeypatch.setattr(figures, "night", fail)
+    ended = replace(two_nights[1], notes=[])
+
+    reports.keep(ended, tmp_path)
+
+    (page,) = (tmp_path / "reports").glob("*.md")
+    assert "the figure could not be drawn (ValueError: no such colour)" in page.read_text()
+    assert ".png" not in page.read_text()
+    assert json.loads(page.with_suffix(".json").read_text())["outcome"] == "published"
+
+
 def test_a_report_tells_what_was_found_judged_and_done(two_nights: tuple[Path, Run, Run]) -> None:
     folder, first, second = two_nights
 
-    page = to_markdown(second)
     (kept,) = (folder / "work" / "reports").glob(f"{second.begun[:19].replace(':', '-')}*.md")
+    page = kept.read_text()
 
     assert f"Bundle `{second.bundle}` is current; before it was `{first.bundle}`." in page
     assert "| NDCG@10 of the current model |" in page
     assert f"| candidate | {second.judged['candidate']['ndcg@10']:.4f} |" in page
-    assert json.loads(json.dumps(to_json(second)))["bundle"] == second.bundle
-    assert kept.read_text() == page
+    record = json.loads(json.dumps(to_json(second)))
+    assert (record["bundle"], record["config"]["model"]["width"]) == (second.bundle, 16)
+    assert str(folder) not in kept.with_suffix(".json").read_text()
+    assert page == to_markdown(second, f"{kept.stem}.png")
     assert f"]({kept.stem}.png)" in page
     with Image.open(kept.with_suffix(".png")) as figure:
         assert figure.format == "PNG"

@@ -77,7 +77,12 @@ def test_the_cut_is_that_of_a_loop_over_users(
         catalog, split = split_at(store, catalog, Cut(learned=Learned(1), begin=begin), folder / "shards")
 
     learned, validation, test = {}, [], []
-    with_new = {row[0] for row in second if row[2] < begin}
+    # Who has an event to be asked about that is new, and one before it.
+    with_new = 0
+    for user in sorted({row[0] for row in first + second}):
+        before = [(*row, False) for row in first if row[0] == user and row[3] > 0]
+        before += [(*row, True) for row in second if row[0] == user and row[3] > 0 and row[2] < begin]
+        with_new += len(before) >= 2 and max(before, key=lambda row: row[2])[4]
     for user in sorted({row[0] for row in first + second}):
         events = [(*row, False, False) for row in first if row[0] == user]
         events += [(*row, row[2] >= begin, True) for row in second if row[0] == user]
@@ -88,7 +93,7 @@ def test_the_cut_is_that_of_a_loop_over_users(
         test += [(user, items[: num_earlier + n], event[1]) for n, event in enumerate(later) if event[3] > 0]
         weighted = [number for number, event in enumerate(earlier) if event[3] > 0]
         end = num_earlier
-        may_validate = bool(weighted) and (len(with_new) < least or events[weighted[-1]][5])
+        may_validate = bool(weighted) and (with_new < least or events[weighted[-1]][5])
         if math.isfinite(begin) and place_of(user) < 0.5 and len(weighted) >= 2 and may_validate:
             end = weighted[-1]
             validation.append((user, items[:end], items[end]))
@@ -108,6 +113,23 @@ def test_the_catalogue_grows_by_what_was_used_first_and_no_number_moves(tmp_path
 
     assert grown_catalog(store, None).item_ids.to_list() == ["a", "c", "b", "z"]
     assert grown_catalog(store, Catalog.from_ids(["z", "old"])).item_ids.to_list() == ["z", "old", "a", "c", "b"]
+
+
+def test_who_is_left_out_brings_no_item(tmp_path: Path) -> None:
+    store = log(tmp_path, [("u", "b", 2.0, 1.0), ("bot", "made up", 1.0, 1.0), ("bot", "b", 1.0, 1.0)])
+
+    assert grown_catalog(store, None, ["bot"]).item_ids.to_list() == ["b"]
+
+
+def test_visitors_of_one_event_do_not_stand_for_users_to_validate_with(tmp_path: Path) -> None:
+    """Events that the current model learned validate then, of whom nobody else can."""
+    regulars = [(f"u{user}", item, time, 1.0) for user in range(60) for time, item in enumerate("abc", 1)]
+    visitors = [(f"v{user}", "a", 5.0, 1.0) for user in range(500)]
+    store = log(tmp_path, regulars, [*visitors, ("u1", "d", 9.0, 1.0)])
+
+    _, split = split_at(store, grown_catalog(store, None), Cut(Learned(1), 8.0), tmp_path / "shards")
+
+    assert len(split.validation) == sum(place_of(f"u{user}") < slices.MAX_VALIDATION_SHARE for user in range(60)) > 20
 
 
 def test_the_slice_begins_where_enough_new_events_lie(tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def test_bad_rows_are_set_aside_by_file(tmp_path: Path) -> None:
     found = new_files(config, {}, tmp_path / "rejects")
 
     assert [len(block) for block in found.incoming.blocks] == [1]
-    rejected = json.loads((tmp_path / "rejects" / "monday.csv.jsonl").read_text())
+    (kept,) = (tmp_path / "rejects").glob("monday.csv-*.jsonl")
+    rejected = json.loads(kept.read_text())
     assert (rejected["line"], rejected["field"]) == (3, "item_id")
 
 
@@ -268,8 +269,47 @@ def test_a_server_whose_memory_is_full_is_emptied(valkey_url: str, tmp_path: Pat
             client.config_set("maxmemory", 0)
 
 
+def test_a_server_whose_memory_was_full_from_the_start_is_emptied(server: tuple[str, bool], tmp_path: Path) -> None:
+    url, cluster = server
+    store = Store(tmp_path)
+    serve(url, cluster, lambda states: states.append(USER, [event("a", 5.0), event("b", 6.0)]))
+    with redis.Redis.from_url(url) as client:
+        client.config_set("maxmemory", 1)
+        try:
+            with Outbox(url, cluster) as outbox:
+                for item_id in "ab":
+                    received = outbox.receive(1)
+                    assert received is not None
+                    assert pl.concat(received.incoming.blocks)["item_id"].to_list() == [item_id]
+                    store.ingest(received.incoming)
+                    outbox.acknowledge(received)
+                assert outbox.receive(1) is None
+        finally:
+            client.config_set("maxmemory", 0)
+    serve(url, cluster, lambda states: states.append(USER, [event("c", 7.0)]))
+
+    assert emptied_into(store, url, cluster) == [(1, 1, 0)]
+
+
+def test_what_stands_before_an_erasure_is_forgotten_whatever_its_date(valkey_url: str, tmp_path: Path) -> None:
+    store, stream = Store(tmp_path), outbox_stream(7)
+    fields = {"kind": "event", "user_id": "u", "weight": "1"}
+    ahead, erase, later = (
+        fields | {"item_id": "ahead", "timestamp_ms": "90000"},
+        {"kind": "erase", "user_id": "u", "timestamp_ms": "50000"},
+        fields | {"item_id": "later", "timestamp_ms": "60000"},
+    )
+    # A service that died before it took the user's events off the stream.
+    with redis.Redis.from_url(valkey_url) as client:
+        for entry in (ahead, fields | ahead | {"user_id": "v"}, erase, later):
+            client.xadd(stream, entry)
+
+    assert emptied_into(store, valkey_url) == [(3, 2, 0)]
+    assert [row[:2] for row in rows_of(store)] == [("u", "later"), ("v", "ahead")]
+
+
 def test_the_night_ends_while_the_service_takes_events(valkey_url: str, tmp_path: Path) -> None:
-    done, store, night = threading.Event(), Store(tmp_path / "log"), Run(begun="now")
+    done, store, night = threading.Event(), Store(tmp_path / "log"), Run("now", JobConfig())
 
     def click() -> None:
         fields = {"kind": "event", "user_id": "u", "timestamp_ms": "1000", "weight": "1"}
@@ -313,15 +353,20 @@ def test_the_outbox_is_emptied_although_a_file_cannot_be_read(valkey_url: str, t
     serve(valkey_url, False, lambda states: states.append(USER, [event("a", 5.0)]))
 
     with Outbox(valkey_url) as outbox, pytest.raises(DataError, match=r"README\.md"):
-        take_in(store, settings, outbox, tmp_path, Run(begun="now"))
+        take_in(store, settings, outbox, tmp_path, Run("now", settings))
 
     assert [row[1] for row in rows_of(Store(tmp_path / "log"))] == ["a"]
 
 
-def test_a_server_that_is_down_is_named_without_its_password() -> None:
+@pytest.mark.parametrize("cluster", [False, True])
+def test_a_server_that_is_down_is_named_without_its_password(cluster: bool) -> None:
     told = r"^redis://127\.0\.0\.1:1/0: the outbox cannot be read.*run the job again"
-    with Outbox("redis://me:secret@127.0.0.1:1/0") as outbox, pytest.raises(DataError, match=told):
+    with (
+        pytest.raises(DataError, match=told) as raised,
+        Outbox("redis://me:secret@127.0.0.1:1/0", cluster) as outbox,
+    ):
         outbox.receive(1)
+    assert "secret" not in str(raised.value)
 
 
 def test_the_streams_are_the_service_s() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from training import files
 from training.retrain import store as stores
 from training.retrain.store import EVENT_SCHEMA, INDEX, NOBODY, SESSION, Incoming, Merge, Store
 from training.tables import DataError
@@ -54,14 +55,44 @@ def test_events_lie_by_user_in_the_order_of_time(tmp_path: Path) -> None:
 
 def test_what_comes_twice_is_there_once(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.ingest(incoming([("u", "a", 1.0, None), ("u", "a", 1.0, "x"), ("u", "b", 3.0, None)]))
+    store.ingest(incoming([("u", "a", 1.0, None), ("u", "a", 1.5, "x"), ("u", "b", 3.0, None)]))
 
     # The second has the id of one that is there, at another time; the last one is new by its time alone.
     again = store.ingest(incoming([("u", "a", 1.0, None), ("u", "c", 9.0, "x"), ("u", "b", 3.5, None)]))
 
     assert (again.read, again.new, again.duplicates) == (3, 1, 2)
-    assert stored(store) == [("u", "a", 1.0, None), ("u", "a", 1.0, "x"), ("u", "b", 3.0, None), ("u", "b", 3.5, None)]
+    assert stored(store) == [("u", "a", 1.0, None), ("u", "a", 1.5, "x"), ("u", "b", 3.0, None), ("u", "b", 3.5, None)]
     assert store.bucket(stores.bucket_of("u"))["ingest"].to_list() == [1, 1, 1, 2]
+
+
+def test_a_file_without_ids_adds_nothing_to_what_the_outbox_brought(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    clicks = [("u", "a", 1.0, "x"), ("u", "a", 1.0, "y"), ("u", "b", 2.0, "z")]
+
+    for rows, new in ((clicks, 3), ([(*row[:3], None) for row in clicks], 0), ([("u", "c", 3.0, None)], 1)):
+        assert store.ingest(incoming(rows)).new == new
+    assert store.ingest(incoming([("u", "c", 3.0, "w")])).new == 0, "the other way round"
+
+    assert stored(store) == [*clicks, ("u", "c", 3.0, None)], "two ids are two events"
+
+
+@pytest.mark.parametrize("is_merged_first", [True, False])
+def test_what_was_told_for_a_session_and_for_its_user_is_there_once_under_whatever_ids(
+    is_merged_first: bool, tmp_path: Path
+) -> None:
+    store, merge = Store(tmp_path), Merge(session_id="s", user_id="u", timestamp=10.0)
+    of_session, of_user = [(SESSION + "s", "a", 1.0, "x"), (SESSION + "s", "b", 2.0, "z")], [("u", "a", 1.0, "y")]
+
+    if is_merged_first:
+        store.ingest(incoming(of_session, merges=[merge]))
+        store.ingest(incoming(of_user))
+    else:
+        store.ingest(incoming([*of_user, *of_session]))
+        store.ingest(Incoming(merges=[merge]))
+    store.ingest(incoming(of_session))
+
+    assert [row[:3] for row in stored(store)] == [("u", "a", 1.0), ("u", "b", 2.0)]
+    assert store.ingest(incoming([("u", "b", 7.0, "z")])).new == 0, "by the id that it had in the session"
 
 
 def test_an_erased_user_is_gone_and_does_not_come_back_with_old_events(tmp_path: Path) -> None:
@@ -234,6 +265,29 @@ def test_an_ingest_that_dies_leaves_the_log_as_it_was(
     assert store.ingest(incoming([("u", "b", 2.0, None)])).new == 1
 
 
+def test_an_index_that_was_renamed_and_not_made_durable_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    store.ingest(incoming([("u", "a", 1.0, None)]))
+    before = {path.name for path in tmp_path.iterdir()}
+
+    def fail(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "fsync", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            store.ingest(incoming([("u", "b", 2.0, None)]))
+
+    # After a power cut the folder may be as it was: its files are there too.
+    assert before < {path.name for path in tmp_path.iterdir()}
+    again = Store(tmp_path)
+    assert [row[1] for row in stored(again)] == ["a", "b"]
+    assert again.ingest(incoming([("u", "b", 2.0, None), ("u", "c", 3.0, None)])).new == 1
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_what_a_killed_ingest_left_is_removed_by_the_next(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.ingest(incoming([("u", "a", 1.0, None)]))
@@ -265,7 +319,10 @@ def test_an_index_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 ROWS = st.lists(
     st.tuples(
-        st.sampled_from("uvw"), st.sampled_from("ab"), st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from([None, "x"])
+        st.sampled_from("uvw"),
+        st.sampled_from("ab"),
+        st.sampled_from([1.0, 2.0, 3.0]),
+        st.sampled_from([None, "x", "y"]),
     ),
     max_size=8,
 )
@@ -276,7 +333,7 @@ INGESTS = st.lists(st.tuples(ROWS, st.dictionaries(st.sampled_from("uv"), st.sam
 @given(INGESTS)
 def test_the_log_is_that_of_a_loop(tmp_path_factory: pytest.TempPathFactory, ingests: list[Any]) -> None:
     store = Store(tmp_path_factory.mktemp("log"))
-    expected: dict[Any, Row] = {}
+    expected: list[Row] = []
     erased: dict[str, float] = {}
 
     for rows, erasures in ingests:
@@ -285,12 +342,18 @@ def test_the_log_is_that_of_a_loop(tmp_path_factory: pytest.TempPathFactory, ing
         # Of the users who are erased now nothing is left; an erasure that is no later than one before changes nothing.
         now = {user for user, moment in erasures.items() if moment > erased.get(user, 0.0)}
         erased |= {user: erasures[user] for user in now}
-        expected = {key: row for key, row in expected.items() if row[0] not in now}
-        for row in rows:
-            if row[2] > erased.get(row[0], 0.0):
-                expected.setdefault((row[0], row[3] or row[1:3]), row)
+        expected = [row for row in expected if row[0] not in now]
+        # By their ids, then by their places, of which the first to come has the say.
+        of_ids: list[Row] = []
+        for row in [*expected, *(row for row in rows if row[2] > erased.get(row[0], 0.0))]:
+            if row[3] is None or all((row[0], row[3]) != (one[0], one[3]) for one in of_ids):
+                of_ids.append(row)
+        expected, first = [], {}
+        for row in of_ids:
+            if first.setdefault(row[:3], row) is row or None not in (row[3], first[row[:3]][3]):
+                expected.append(row)
 
-    assert sorted(stored(store), key=str) == sorted(expected.values(), key=str)
+    assert sorted(stored(store), key=str) == sorted(expected, key=str)
     assert store.index.rows == len(expected)
 
 

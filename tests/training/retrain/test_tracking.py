@@ -1,6 +1,7 @@
 """Runs kept in MLflow: its own client over its own SQLite store, read back by it."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
+from model import registry as registries
 from model.bundle import open_bundle
-from tests.training.retrain.test_job import NUM_ITEMS, config, run, walks
+from tests.training.retrain.test_job import NUM_ITEMS, run, walks
 from training.cli import app
 from training.retrain import tracking
 from training.retrain.report import path_of
@@ -46,7 +48,7 @@ def test_a_published_run_is_a_run_and_a_version_of_the_model(
     folder, night = published
     assert night.outcome == "published", night.reason
 
-    run_id = tracking.track(uri, night, config(folder / "in"), path_of(night, folder / "work"), folder / "registry")
+    run_id = tracking.track(uri, night, path_of(night, folder / "work"), folder / "registry")
 
     client, found = MlflowClient(tracking_uri=uri), kept(uri, run_id)
     assert found.info.status == "FINISHED"
@@ -69,15 +71,32 @@ def test_the_next_version_is_the_current_one_and_a_refused_run_is_none(published
     refused = replace(night, outcome="refused", reason="for the test", bundle=None)
     path, client = path_of(night, folder / "work"), MlflowClient(tracking_uri=uri)
 
-    ids = [
-        tracking.track(uri, each, config(folder / "in"), path, folder / "registry") for each in (night, night, refused)
-    ]
+    ids = [tracking.track(uri, each, path, folder / "registry") for each in (night, night, refused)]
 
     versions = client.search_model_versions("name = 'bft-sasrec'")
     assert {version.run_id for version in versions} == set(ids[:2])
     assert client.get_model_version_by_alias("bft-sasrec", "current").run_id == ids[1]
     assert kept(uri, ids[2]).data.tags["reason"] == "for the test"
     assert len({kept(uri, run_id).info.experiment_id for run_id in ids}) == 1
+
+
+def test_the_alias_follows_the_registry(published: tuple[Path, Run], uri: str, tmp_path: Path) -> None:
+    folder, night = published
+    registry = tmp_path / "registry"
+    shutil.copytree(folder / "registry", registry, symlinks=True)
+    path, client = path_of(night, folder / "work"), MlflowClient(tracking_uri=uri)
+    tracking.track(uri, night, path, registry)
+    newer = "0123456789abcdef"
+    shutil.copytree(registry / str(night.bundle), registry / newer)
+    index = {"current": newer, "previous": night.bundle, "history": [night.bundle, newer]}
+    (registry / registries.REGISTRY).write_text(json.dumps(index))
+    tracking.track(uri, replace(night, bundle=newer), path, registry)
+    assert client.get_model_version_by_alias("bft-sasrec", "current").tags["bundle"] == newer
+
+    registries.roll_back(registry)
+    tracking.track(uri, replace(night, outcome="nothing new", bundle=None), path, registry)
+
+    assert client.get_model_version_by_alias("bft-sasrec", "current").tags["bundle"] == night.bundle
 
 
 def test_the_command_keeps_its_run(uri: str, tmp_path: Path) -> None:

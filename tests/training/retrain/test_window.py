@@ -9,7 +9,16 @@ import polars as pl
 import pytest
 
 from training.retrain.store import EVENT_SCHEMA, SESSION, Incoming, Learned, Store
-from training.retrain.window import DAY_S, Limits, Window, check, look, num_new_events, stability_index
+from training.retrain.window import (
+    DAY_S,
+    Limits,
+    Window,
+    check,
+    check_parts,
+    look,
+    num_new_events,
+    stability_index,
+)
 
 NOW = 100 * DAY_S
 
@@ -157,6 +166,31 @@ def test_an_event_of_the_future_that_was_learned_makes_no_other_late(tmp_path: P
 
     assert window.late_share == 0
     assert failed(window) == []
+
+
+@pytest.mark.parametrize("name", ["busiest_user", "future", "popularity"])
+def test_poison_is_found_among_the_clean_events_of_further_nights(name: str, tmp_path: Path) -> None:
+    clean = [ordinary(6000, 50 + 10 * night, 10, seed=night) for night in range(2, 5)]
+    few = ordinary(20, 49, 1, seed=9)
+    store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(1000, 40, 10, seed=1), *POISON[name]], few, *clean)
+
+    assert failed(look(store, learned=Learned(1), now=NOW)) == []
+    refused = [one for one in check_parts(store, Learned(1), NOW, Limits()) if not one.is_met]
+
+    assert [one.name for one in refused] == [f"{name} of ingest 2"]
+    assert "bft-train log forget" in refused[0].advice
+    store.forget(2)
+    assert all(one.is_met for one in check_parts(store, Learned(1), NOW, Limits()))
+
+
+def test_small_ingests_are_checked_together_and_a_single_part_by_the_window_alone(tmp_path: Path) -> None:
+    parts = [ordinary(200, 40 + 5 * number, 5, seed=number) for number in range(1, 8)]
+    store = log(tmp_path, ordinary(4000, 0, 40), *parts)
+
+    names = [one.name for one in check_parts(store, Learned(1), NOW, Limits())]
+    assert {name.partition(" of ")[2] for name in names} == {"ingests 2 to 4", "ingests 5 to 8"}
+    assert check_parts(store, Learned(1), NOW, Limits(min_events=1000)) == []
+    assert check_parts(store, Learned(8), NOW, Limits()) == []
 
 
 def test_a_user_who_is_left_out_counts_nowhere(tmp_path: Path) -> None:
