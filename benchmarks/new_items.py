@@ -9,7 +9,9 @@ them and their metadata, with them and no metadata. An event on a new item is re
 
 Told, of the lists of ten: the share of places that new items take against their share of the events that followed
 ("never crowding out"); the mean confidence of these places, and of the ten best new items for each event wherever they
-stand, against how many of them hit; NDCG@10 of the other items before and after, paired.
+stand, against how many of them hit; NDCG@10 of the other items before and after, paired. Then the places that new
+items with metadata take in the lists of the other policies, and what that costs the other items against the same
+policy's lists with nothing added.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from service.candidates import NOTHING_ADDED, Candidates
 from service.engine import Engine, RankerRow
 from service.filtered import State
 from service.recommender import told_history
-from service.schemas import HistoryEvent
+from service.schemas import HistoryEvent, Policy
 from service.settings import Settings
 from service.states import AddedItems
 from service.telemetry import Metrics
@@ -45,6 +47,9 @@ NUM_NEW = 100
 LAST_EVENTS = 5
 LIST_LENGTH = 10
 BATCH = 64
+MEAN = Policy(name="mean")
+POLICIES = (Policy(name="ucb", kappa=1.0), Policy(name="ucb", kappa=3.0), Policy(name="thompson", seed=0))
+"""Beside the mean, by which all else is told. Each question has a seed of its own."""
 CONFIG = Path("configs/ml-100k.yaml")
 
 
@@ -88,7 +93,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     for name, added in settings.items():
         note(f"ranking, added: {name}")
         judged[name] = judge(engine, bundle, Candidates.of(bundle, added), asked, states, set(new_ids))
-    return rows(judged, bundle)
+    results = rows(judged, bundle)
+    for policy in POLICIES:
+        note(f"ranking by {policy.name}")
+        without, beside = (
+            judge(engine, bundle, Candidates.of(bundle, settings[name]), asked, states, set(new_ids), policy)
+            for name in ("none", "metadata")
+        )
+        results += rows_of(policy, without, beside)
+    return results
 
 
 def train(events: pl.DataFrame, arguments: argparse.Namespace, folder: Path) -> None:
@@ -145,6 +158,7 @@ def judge(
     asked: list[Question],
     states: list[State],
     new_ids: set[str],
+    policy: Policy = MEAN,
 ) -> Judged:
     """The list of each question, and its best new items alone, as the service makes them."""
     event, max_len = bundle.calibration.event, bundle.manifest.model.max_len
@@ -158,8 +172,15 @@ def judge(
             lists = engine.run_rows(
                 RANKER,
                 [
-                    RankerRow(state, each.seen, each.blocked, LIST_LENGTH, added=candidates.added_rows)
-                    for state, each in zip(states[batch], chosen, strict=True)
+                    RankerRow(
+                        state,
+                        each.seen,
+                        each.blocked,
+                        LIST_LENGTH,
+                        order=ranking.order(of_question(policy, first + place), state),
+                        added=candidates.added_rows,
+                    )
+                    for place, (state, each) in enumerate(zip(states[batch], chosen, strict=True))
                 ],
             )
             for question, history, each, ranked in zip(asked[batch], histories, chosen, lists, strict=True):
@@ -172,6 +193,11 @@ def judge(
                     columns["is_new"].append(question.item_id in new_ids)
                     columns["rank"].append(ids.index(question.item_id) + 1 if question.item_id in ids else np.inf)
     return Judged({name: np.array(values) for name, values in columns.items()})
+
+
+def of_question(policy: Policy, number: int) -> Policy:
+    """The policy, which draws anew for each question."""
+    return policy if policy.seed is None else policy.model_copy(update={"seed": policy.seed + number})
 
 
 def rows(judged: dict[str, Judged], bundle: Bundle) -> list[dict[str, Any]]:
@@ -207,6 +233,24 @@ def rows(judged: dict[str, Judged], bundle: Bundle) -> list[dict[str, Any]]:
             row(f"{name}: its change, 95 % interval", [round(float(change.mean()), 5), round(low, 5), round(high, 5)]),
         ]
     return found
+
+
+def rows_of(policy: Policy, without: Judged, beside: Judged) -> list[dict[str, Any]]:
+    """What new items take in a policy's lists, and from whom."""
+    name = policy.name if policy.kappa is None else f"{policy.name}, κ {policy.kappa:g}"
+    is_old, share = ~without["is_new"], float(without["is_new"].mean())
+    before, after = (ndcg(each["rank"][is_old], 10) for each in (without, beside))
+    low, high = bootstrap_interval(after - before)
+    places = float(beside["place_is_new"].mean())
+    return [
+        row(f"{name}: share of places that new items take", round(places, 5), f"≤ {share:.4f}", places <= share),
+        row(f"{name}: HR@10 of new items", round(float((beside["rank"][~is_old] <= 10).mean()), 4)),
+        row(f"{name}: NDCG@10 of the other items, nothing added", round(float(before.mean()), 4)),
+        row(
+            f"{name}: its change, 95 % interval",
+            [round(float((after - before).mean()), 5), round(low, 5), round(high, 5)],
+        ),
+    ]
 
 
 if __name__ == "__main__":

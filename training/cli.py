@@ -352,6 +352,8 @@ def report(
 ) -> None:
     """Does filtering help, on which data, for which users and items, how certainly? From run records alone.
 
+    Beside them lie the records of `calibrate` and `cold`, which make confidence.md and a page each.
+
     Writes the report with its tables and figures, or, with --check, tells whether the written one still follows from
     the records.
     """
@@ -361,6 +363,7 @@ def report(
     with _errors_as_messages():
         if check and suite:
             raise ConfigError("--check trains nothing; leave out --suite")
+        from training.confidence import overview
         from training.study import report as reporting
 
         with reporter() as progress:
@@ -371,14 +374,15 @@ def report(
             progress.stage(f"reading the records in {records}")
             composed = reporting.compose(records, out)
             if check:
-                difference = reporting.first_difference(composed, out)
+                difference = reporting.first_difference(composed, out) or overview.first_difference(records, out)
                 _complain([difference] if difference else [])
                 result: dict[str, Any] = {"runs": len(composed.study.runs), "difference": difference}
-                text = difference or f"{out}: every table follows from {result['runs']} run records"
+                text = difference or f"{out}: every table follows from {result['runs']} run records and the judgements"
             else:
                 difference = None
                 progress.stage(f"writing the report to {out}")
-                files = [str(path) for path in reporting.write_report(composed, out)]
+                written = [*reporting.write_report(composed, out), *overview.write_pages(records, out)]
+                files = [str(path) for path in written]
                 result = {"files": files, "failed": failed, "answer": composed.tables["tables"][0]["rows"]}
                 text = files[0]
     _print(result if as_json else text, as_json)

@@ -718,11 +718,10 @@ def test_a_plain_model_s_scores_have_no_variance() -> None:
 # --- export -------------------------------------------------------------------------------------------------
 
 
-@ON_AND_OFF
-def test_the_exported_graphs_equal_torch_and_the_reference(is_filtering: bool, tmp_path: Path) -> None:
-    model = perturbed(50, filtering=is_filtering)
+def test_the_exported_graphs_equal_torch_and_the_reference(tmp_path: Path) -> None:
+    model = perturbed(50)
     said = export_graphs(model, tmp_path, 1.3)
-    steps = ("KalmanUpdate", "SandwichAttention") if is_filtering else ()
+    steps = ("KalmanUpdate", "SandwichAttention")
     expected_ops = {"encoder": steps, "step": steps, "ranker": ("GaussianTopK",), "explainer": steps}
     assert said.custom_ops == expected_ops
 
@@ -734,10 +733,9 @@ def test_the_exported_graphs_equal_torch_and_the_reference(is_filtering: bool, t
     with torch.no_grad():
         state = model.final_state(*tensors(rows, torch.float32))
     assert_close(mean, state.mean, FLOAT32_TOL, "mean")
-    if is_filtering:
-        expected = hstu_states(model, COUNTS, *rows)
-        assert_close(mean, reference.last_real(expected.mean, rows[0]), FLOAT32_TOL, "mean")
-        assert_precision_close(precision, reference.last_real(expected.precision, rows[0]), FLOAT32_TOL)
+    expected = hstu_states(model, COUNTS, *rows)
+    assert_close(mean, reference.last_real(expected.mean, rows[0]), FLOAT32_TOL, "mean")
+    assert_precision_close(precision, reference.last_real(expected.precision, rows[0]), FLOAT32_TOL)
 
     # A gap on either side of a bucket's edge, 1e-9 away: in float32 the two would be one.
     for bucket in range(1, model.config.time_buckets):

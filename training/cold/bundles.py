@@ -8,7 +8,7 @@ from model.bundle import Bundle, BundleError
 from model.weights import load_model
 from training.cold.judge import PLAIN, Judged, judge
 from training.cold.records import ColdRecord
-from training.confidence.bundles import require_one_catalogue
+from training.confidence.bundles import origin, require_log, require_one_log, require_plain
 from training.evaluate import score_users
 from training.events import DataConfig
 from training.pipeline import commit, cpu_model, prepare_for, versions
@@ -27,9 +27,10 @@ def judge_bundle(bundle: Bundle, data: DataConfig, dataset: str, plain: Bundle |
         report: receives the progress.
 
     Raises:
-        BundleError: a bundle was trained with another split, so that it knows every user; or they are of different
-            catalogues.
-        DataError: the log cannot be read, or one of the halves of its held-out users is empty.
+        BundleError: a bundle was trained with another split, so that it knows every user; `plain` filters; or they
+            learned different logs.
+        DataError: the log cannot be read, is another one than the bundle learned, or one of the halves of its held-out
+            users is empty.
     """
     begun = time.monotonic()
     others = [] if plain is None else [plain]
@@ -39,9 +40,12 @@ def judge_bundle(bundle: Bundle, data: DataConfig, dataset: str, plain: Bundle |
                 f"{one.folder}: was trained with split {split}, which holds no user out: every user is known to it;"
                 " train one with `bft-train fit … split=users`"
             )
-    require_one_catalogue(bundle, others)
+    if plain is not None:
+        require_plain(plain)
+    require_one_log(bundle, others)
     report.stage(f"reading {data.path}")
     prepared = prepare_for(bundle, data)
+    require_log(bundle, data, prepared)
     if len(prepared.split.validation) == 0:
         raise DataError(f"{data.path}: none of its users is among the held-out ones that a default is chosen by")
 
@@ -57,7 +61,7 @@ def judge_bundle(bundle: Bundle, data: DataConfig, dataset: str, plain: Bundle |
         dataset=dataset,
         data={**prepared.log.summary(), **prepared.split.summary()},
         model=bundle.manifest.name,
-        models={"model": bundle.manifest.version, **({PLAIN: plain.manifest.version} if plain else {})},
+        models={"model": origin(bundle), **({PLAIN: origin(plain)} if plain else {})},
         commit=commit(),
         environment={"cpu": cpu_model(), "threads": torch.get_num_threads(), **versions()},
         seconds=round(time.monotonic() - begun, 1),

@@ -59,7 +59,7 @@ class ColdRecord(Part):
     event: Literal["next_new_item", "next_item"]
     model: str
     models: dict[str, Any]
-    """Name of each model that took part → its version."""
+    """Name of each model that took part → version, configuration, commit and best epoch of its training."""
     temperature: float
     commit: str | None
     environment: dict[str, Any]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -58,10 +59,12 @@ def judge_bundle(
     begun = time.monotonic()
     others = [*ensemble, *(one for one in (plain, other_seed) if one is not None)]
     require_one_log(bundle, others)
-    if plain is not None and plain.manifest.model.filtering:
-        raise BundleError(f"{plain.folder}: filters; --plain is a model that was trained with model.filtering=off")
+    if plain is not None:
+        require_plain(plain)
     if len({one.manifest.version for one in ensemble}) < len(ensemble):
         raise BundleError("a bundle stands twice in the ensemble; each --ensemble needs a seed of its own")
+    if len({one.manifest.model.max_len for one in ensemble}) > 1:
+        raise BundleError("the models of the ensemble read windows of different model.max_len; train all with one")
     if other_seed is not None and other_seed.manifest.version == bundle.manifest.version:
         raise BundleError(f"{other_seed.folder}: is the bundle that is judged; --other-seed is trained with another")
     for other in others:
@@ -97,8 +100,7 @@ def judge_bundle(
         )
         systems[f"MC dropout, {dropout_passes} passes"] = dropped
     if ensemble:
-        longest = max(one.manifest.model.max_len for one in ensemble)
-        several = system(ensemble, lambda models: partial(by, ensemble_of(models), longest))
+        several = system(ensemble, lambda models: partial(by, ensemble_of(models), models[0].config.max_len))
         systems[f"ensemble of {len(ensemble)}"] = several
     report.stage(f"scoring {len(prepared.split.test):,} test users by the model and {len(systems)} other systems")
     parts = judge(system([bundle], alone), bundle.calibration, prepared, learned, systems)
@@ -114,10 +116,11 @@ def judge_bundle(
         data={**prepared.log.summary(), **prepared.split.summary()},
         model=bundle.manifest.name,
         models={
-            "served": bundle.manifest.version,
-            **({PLAIN: plain.manifest.version} if plain is not None else {}),
-            **({"other seed": other_seed.manifest.version} if other_seed is not None else {}),
-            **({"ensemble": [one.manifest.version for one in ensemble]} if ensemble else {}),
+            "served": origin(bundle),
+            **({PLAIN: origin(plain)} if plain is not None else {}),
+            **({"MC dropout": origin(plain or bundle)} if dropout_passes else {}),
+            **({"other seed": origin(other_seed)} if other_seed is not None else {}),
+            **({"ensemble": [origin(one) for one in ensemble]} if ensemble else {}),
         },
         commit=commit(),
         environment={"cpu": cpu_model(), "threads": torch.get_num_threads(), **versions()},
@@ -148,8 +151,27 @@ def fitted_by(bundle: Bundle) -> Bundle:
     return open_bundle(folder)
 
 
+def origin(bundle: Bundle) -> dict[str, Any]:
+    """What a record says of a model, so that it can be trained again."""
+    training = bundle.manifest.training
+    return {
+        "version": bundle.manifest.version,
+        **{key: training.get(key) for key in ("config", "commit", "best_epoch")},
+    }
+
+
 def _refitted(bundle: Bundle) -> bool:
     return bundle.manifest.calibrated_by is not None
+
+
+def require_plain(bundle: Bundle) -> None:
+    """That a bundle is fit to stand for a model without filtering.
+
+    Raises:
+        BundleError: it filters.
+    """
+    if bundle.manifest.model.filtering:
+        raise BundleError(f"{bundle.folder}: filters; --plain is a model that was trained with model.filtering=off")
 
 
 def require_one_catalogue(bundle: Bundle, others: Sequence[Bundle]) -> None:

@@ -17,7 +17,7 @@ from training import evaluate, metrics
 from training.confidence import measures
 from training.confidence.measures import COVERAGES, Ranked, log_loss, mean_estimate, resampled, turned_round
 from training.confidence.records import Comparison, Interval, ItemConfidence, Likelihood, ListConfidence, PrecisionAdds
-from training.confidence.signals import FREE, OF_PRECISION, Combination, signals
+from training.confidence.signals import OF_PRECISION, Combination, signals
 from training.evaluate import LIST_LENGTH, Predictions, ScoredUsers, stated
 from training.pipeline import Prepared
 from training.splits import Histories
@@ -39,6 +39,8 @@ FREE_FITTED = "free, fitted"
 PLAIN = "plain"
 """The system without filtering."""
 PLAIN_FITTED = "plain, fitted"
+OF_OWN_LIST = ("sum of ten", "largest probability", "margin")
+"""Signals that the plain model also has of its own list: how sure it is of the user, whatever the served list holds."""
 UNAWARE_FEATURES = tuple(name for name in FEATURES if name not in ("log_variance", "log_mean_precision"))
 
 Scoring = Callable[[Histories], Iterator[ScoredUsers]]
@@ -328,8 +330,8 @@ def words(
 
     All speak of the served model's list, so that what they know is all that differs: the other systems too, by the best
     fitted combination of what they say of that list; beside it each of them speaks of its own. The signals of the model
-    without filtering stand one by one: no precision went into them, while the served model's probabilities are shrunk
-    by it. All that is fitted is fitted on validation users.
+    without filtering stand one by one, of the served list and of its own: no precision went into them, while the served
+    model's probabilities are shrunk by it. All that is fitted is fitted on validation users.
 
     Args:
         served: of the model that is judged.
@@ -341,15 +343,18 @@ def words(
     hit_U, rank_U = served.validation.rank <= LIST_LENGTH, served.test.rank
     told: dict[str, Word] = {}
 
-    def add_signals(of: tuple[Predictions, Predictions], prefix: str, combined_as: str, full_as: str | None) -> None:
-        fitting, tested = signals(of[0], fitted_counts), signals(of[1], training_counts)
+    def signals_of(said: Sequence[Predictions]) -> list[dict[str, np.ndarray]]:
+        return [signals(said[0], fitted_counts), signals(said[1], training_counts)]
+
+    def add_signals(of: Sequence[dict[str, np.ndarray]], prefix: str, combined_as: str, full_as: str | None) -> None:
+        fitting, tested = of
 
         def combined(kind: Any, names: list[str]) -> Word:
             return Word(kind, Combination.fit(fitting, names, hit_U).stated(tested), rank_U)
 
         for name in tested:
             told[f"{prefix}{name}"] = combined("signal", [name])
-        told[combined_as] = combined("combination", [name for name in tested if name in FREE])
+        told[combined_as] = combined("combination", [name for name in tested if name not in OF_PRECISION])
         if full_as is not None and any(name in OF_PRECISION for name in tested):
             told[full_as] = combined("combination", list(tested))
 
@@ -366,12 +371,16 @@ def words(
             among=UNAWARE_FEATURES,
         )
         told[UNAWARE] = Word("served", stated(evaluate.confidences(served.test, unaware, training_counts)), rank_U)
-    add_signals((served.validation, served.test), "", FREE_FITTED, FULL)
+    add_signals(signals_of((served.validation, served.test)), "", FREE_FITTED, FULL)
     for name, other in others.items():
         own, asked = ([part(said) for said in (other.validation, other.test)] for part in (of_own_list, of_served_list))
         cost = other.seconds / served.seconds
         if name == PLAIN:
-            add_signals((asked[0], asked[1]), f"{PLAIN}: ", PLAIN_FITTED, None)
+            of_own = [
+                {f"{signal} of its own list": values[signal] for signal in OF_OWN_LIST} for values in signals_of(own)
+            ]
+            of_both = [values | extra for values, extra in zip(signals_of(asked), of_own, strict=True)]
+            add_signals(of_both, f"{PLAIN}: ", PLAIN_FITTED, None)
         else:
             told[f"{name}, asked"] = Word("asked", _fitted(asked, hit_U, fitted_counts, training_counts), rank_U, cost)
         own_hit_U = own[0].rank <= LIST_LENGTH

@@ -134,7 +134,7 @@ class ConfidenceRecord(Part):
     event: Literal["next_new_item", "next_item"]
     model: str
     models: dict[str, Any]
-    """Name of each model that took part → where it comes from."""
+    """Name of each model that took part → version, configuration, commit and best epoch of its training."""
     temperature: float
     commit: str | None
     environment: dict[str, Any]

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from training.confidence.criteria import LEAST_AGREEMENT, LEAST_P, MAX_ECE_SHARE, criteria
 from training.confidence.measures import COVERAGES
 from training.confidence.records import (
     Comparison,
@@ -37,8 +38,6 @@ COMPARED: dict[str, Style] = {
     "log-loss − served": "signed",
 }
 """Columns of comparisons."""
-AGREEMENT = 0.8
-"""Share of the users of whom two seeds should be sure alike."""
 
 
 def write_report(record: ConfidenceRecord, out: Path) -> list[Path]:
@@ -71,7 +70,7 @@ def answers(record: ConfidenceRecord) -> list[str]:
     """What the figures say, in sentences."""
     items, lists = record.items, record.lists
     inside = items.ece.value <= items.ece_null[1]
-    small = items.ece.value <= 0.1 * items.mean_confidence
+    small = items.ece.value <= MAX_ECE_SHARE * items.mean_confidence
     said = [
         f"The confidence of an item among the ten is off by {items.ece.value:.4f} on average (ECE), of a mean of"
         f" {items.mean_confidence:.4f}; a perfectly calibrated one would show {items.ece_null[0]:.4f} …"
@@ -86,11 +85,15 @@ def answers(record: ConfidenceRecord) -> list[str]:
     if free.log_loss_difference is not None:
         said.append(
             f"Against the best of what comes for free ({TITLES[free.name]}) the served list confidence is"
-            f" {_better(free.log_loss_difference)}: log-loss {_shown(free.log_loss_difference, 5)} nats a user lower."
+            f" {_better(free.log_loss_difference)}: its log-loss less the served one's is"
+            f" {_shown(free.log_loss_difference, 5)} nats a user."
         )
     for one in record.precision_adds:
         verb = {"better": "adds to", "worse": "takes from"}.get(_better(one.log_loss), "is not shown to add to")
-        said.append(f"Precision {verb} {one.to}: log-loss {_shown(one.log_loss, 5)} nats a user lower with it.")
+        said.append(
+            f"Precision {verb} {one.to}: log-loss without it less that with it is {_shown(one.log_loss, 5)} nats a"
+            " user."
+        )
     said += _behaves(record)
     return said
 
@@ -98,7 +101,7 @@ def answers(record: ConfidenceRecord) -> list[str]:
 def _by_tenths(lists: ListConfidence) -> str:
     parts = []
     if lists.p_value is not None:
-        agree = "agree" if lists.p_value > 0.01 else "do not agree"
+        agree = "agree" if lists.p_value > LEAST_P else "do not agree"
         parts.append(f"over tenths of the users the two {agree} (χ² {lists.chi_square:.1f}, p {lists.p_value:.2g})")
     if lists.slope is not None:
         parts.append(f"slope {_shown(lists.slope)}")
@@ -125,10 +128,10 @@ def _behaves(record: ConfidenceRecord) -> list[str]:
         grows = "grows with every row" if not falls else "does not grow with every row"
         said.append(f"Of the same users, reliability {grows} of events below.")
     if record.seed_agreement is not None:
-        enough = "as many as" if record.seed_agreement >= AGREEMENT else "fewer than"
+        enough = "as many as" if record.seed_agreement >= LEAST_AGREEMENT else "fewer than"
         said.append(
             f"A model of another seed puts {100 * record.seed_agreement:.0f} % of the users in the same tenth by list"
-            f" confidence, or in one beside it: {enough} the {100 * AGREEMENT:.0f} % that were asked for."
+            f" confidence, or in one beside it: {enough} the {100 * LEAST_AGREEMENT:.0f} % that were asked for."
         )
     return said
 
@@ -143,6 +146,15 @@ def _better(less: Interval) -> str:
 def tables(record: ConfidenceRecord) -> list[Table]:
     """Every table of the report."""
     return [
+        Table(
+            "criteria",
+            "What is asked of it",
+            {"asked": "text", "found": "text", "met": "text"},
+            tuple(
+                Row({"asked": one.asked, "found": one.found, "met": "yes" if one.is_met else "**no**"})
+                for one in criteria(record)
+            ),
+        ),
         Table(
             "likelihood",
             "Likelihood of the true next item",

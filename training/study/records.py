@@ -26,7 +26,7 @@ BASELINES = ("popularity", "markov")
 DATA_KEYS = ("sha256", "users", "items", "rows_kept", "train_users")
 """What a data set's record must say of reading and splitting."""
 
-Record = TypeVar("Record", bound="_Record")
+Record = TypeVar("Record", bound=BaseModel)
 
 
 class _Record(BaseModel):

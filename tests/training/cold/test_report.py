@@ -21,26 +21,53 @@ def held_out(trained: TrainedRun, tmp_path: Path) -> Path:
     return tmp_path / add_copy(trained.registry, tmp_path, data={**data, "split": "users"})
 
 
+@pytest.fixture(scope="module")
+def plain(trained: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A registry with a model without filtering, trained on the same log with users held out."""
+    out = tmp_path_factory.mktemp("plain")
+    told = ("--config", trained.config, "--data", trained.log, "--out", out)
+    done = bft_train("fit", *told, "split=users", "model.filtering=off", "training.epochs=1")
+    assert done.returncode == 0, done.stderr
+    return out / "registry"
+
+
 def test_a_judgement_writes_a_record_and_the_report_that_follows_from_it(
-    held_out: Path, trained: TrainedRun, tmp_path: Path
+    held_out: Path, plain: Path, trained: TrainedRun, tmp_path: Path
 ) -> None:
-    out, bundles = tmp_path / "report", ("--bundle", held_out, "--plain", held_out)
+    out, bundles = tmp_path / "report", ("--bundle", held_out, "--plain", plain)
 
     done = bft_train("cold", *bundles, "--data", trained.log, "--report", out, "--json")
 
     assert done.returncode == 0, done.stderr
     told, found = json.loads(done.stdout), read(out / "cold-log.json", ColdRecord)
-    version = open_bundle(held_out).manifest.version
     assert [Path(path).name for path in told["files"]] == [REPORT, CURVE]
     assert told["default"] == found.default
     assert (out / REPORT).read_text() == markdown(found)
     assert (out / CURVE).stat().st_size > 1000
-    assert found.models == {"model": version, "plain": version}
+    told_of = {"model": open_bundle(held_out), "plain": open_bundle(registry.resolve(plain))}
+    assert {name: one["version"] for name, one in found.models.items()} == {
+        name: bundle.manifest.version for name, bundle in told_of.items()
+    }
+    assert found.models["plain"]["config"]["model"]["filtering"] is False
     # Every user's first event has weight 0: it is none of the n, and no target.
     assert found.questions[0].users == found.test_users
     for question in found.questions:
-        (plain,) = (one for one in question.systems if one.system == "plain")
-        assert (plain.ndcg_gain.value, plain.ndcg_gain.low, plain.ndcg_gain.high) == (0, 0, 0)
+        ndcg = {one.system: one.ndcg.value for one in question.systems}
+        (gain,) = (one.ndcg_gain.value for one in question.systems if one.system == "plain")
+        assert gain == pytest.approx(ndcg["plain"] - ndcg["model"])
+
+
+def test_what_does_not_compare_is_refused(held_out: Path, trained: TrainedRun, tmp_path: Path) -> None:
+    rekeyed = tmp_path / "rekeyed.csv"
+    rekeyed.write_text(trained.log.read_text().replace("user ", "customer "))
+
+    for options, told in (
+        (("--data", trained.log, "--plain", held_out), "filters; --plain is a model that was trained with"),
+        (("--data", rekeyed), "not the log that"),
+    ):
+        done = bft_train("cold", "--bundle", held_out, *options, "--report", tmp_path / "report")
+        assert (done.returncode, told in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "report").exists()
 
 
 def test_a_bundle_that_knows_every_user_is_refused(trained: TrainedRun, tmp_path: Path) -> None:

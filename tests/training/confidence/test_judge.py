@@ -159,6 +159,24 @@ def test_the_plain_models_signals_of_the_served_list_are_the_free_ones() -> None
     assert found[f"{PLAIN}: sum of ten"].rank is served.test.rank
 
 
+def test_what_the_plain_model_knows_of_its_own_list_is_free_too() -> None:
+    served = said(1.0)
+    other = beside(served, seed=8)
+
+    def swapped(one: Predictions, of_served: Predictions) -> Predictions:
+        """Its own list tells what the served one's signal tells; of the served list it says nothing."""
+        silent = np.tile(np.log(0.01) - 0.1 * np.arange(LIST_LENGTH), (len(one.rank), 1))
+        listed = np.concatenate([of_served.list_log_probability[:, :LIST_LENGTH], silent], 1)
+        return replace(one, list_log_probability=listed)
+
+    parts = (swapped(getattr(other, part), getattr(served, part)) for part in ("validation", "test"))
+    found = {one.name: one for one in comparisons(told(served, {PLAIN: Said(1.0, *parts, 40.0)}))}
+
+    assert found[PLAIN_FITTED].log_loss.value < found[f"{PLAIN}: sum of ten"].log_loss.value - 0.02
+    own = found[f"{PLAIN}: sum of ten of its own list"]
+    assert own.log_loss.value == pytest.approx(found["sum of ten"].log_loss.value)
+
+
 def test_what_is_said_of_the_served_list_comes_by_the_others_order() -> None:
     served = said(0.0, 5)
     other = beside(served, seed=9)

@@ -1,16 +1,22 @@
 """`bft-train calibrate` on the small bundle: its record, its report, and how it fails."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from benchmarks._bundles import add_copy
 from model import registry
 from model.bundle import open_bundle
 from tests.training.conftest import TrainedRun, bft_train
-from training.confidence.records import ConfidenceRecord
+from tests.training.study.made_up import keep, whole_study
+from training.cli import app
+from training.confidence.criteria import criteria
+from training.confidence.records import ConfidenceRecord, Interval
 from training.confidence.report import REPORT, markdown, tables
 from training.study.records import read
 
@@ -52,7 +58,11 @@ def test_the_record_has_the_figures_that_training_found(judged: Path, trained: T
     assert found.items.mean_confidence == pytest.approx(figures["mean_confidence"], rel=1e-4)
     assert found.likelihood.model.value == pytest.approx(figures["nll"], rel=1e-4)
     assert found.lists.realised == pytest.approx(figures["hr@10"])
-    assert found.models["served"] == open_bundle(registry.resolve(trained.registry)).manifest.version
+    manifest = open_bundle(registry.resolve(trained.registry)).manifest
+    served = found.models["served"]
+    assert (served["version"], served["commit"]) == (manifest.version, manifest.training["commit"])
+    assert served["config"]["training"]["seed"] == manifest.training["config"]["training"]["seed"]
+    assert found.models["MC dropout"] == served
 
 
 def test_an_ensemble_of_the_served_model_and_its_copy_says_what_that_says_for_free(judged: Path) -> None:
@@ -81,6 +91,64 @@ def test_the_report_is_made_of_the_record_alone(judged: Path) -> None:
     assert text == markdown(record(judged))
     assert "MC dropout, 2 passes" in text
     assert all((judged / name).stat().st_size > 1000 for name in ("reliability.png", "risk-coverage.png"))
+
+
+def test_what_is_asked_is_answered_by_the_figures_of_the_record(judged: Path) -> None:
+    found = record(judged)
+    lists, items = found.lists, found.items
+    far, near = (Interval(value=value, low=value, high=value) for value in (-0.1, 0.1))
+
+    def answered(**changes: Any) -> dict[str, bool]:
+        changed = found.model_copy(update=changes)
+        return {name: one.is_met for one in criteria(changed) for name in [" ".join(one.asked.split()[:2])]}
+
+    def with_lists(**changes: Any) -> dict[str, bool]:
+        return answered(lists=lists.model_copy(update=changes))
+
+    for p_value, is_met in ((0.0099, False), (0.0101, True)):
+        assert with_lists(p_value=p_value, chi_square=1.0)["lists by"] == is_met
+    for slope, is_met in ((0.89, False), (0.9, True), (1.1, True), (1.11, False)):
+        assert with_lists(slope=Interval(value=slope, low=0, high=2))["slope of"] == is_met
+    for ratio, is_met in ((4.9, False), (5.0, True)):
+        assert with_lists(top_over_bottom=Interval(value=ratio, low=0, high=9))["the surest"] == is_met
+    for ece, null, is_met in ((0.011, 0.0, False), (0.009, 0.0, True), (0.02, 0.021, True)):
+        changed = items.model_copy(
+            update={"mean_confidence": 0.1, "ece": Interval(value=ece, low=0, high=1), "ece_null": (0.0, null)}
+        )
+        assert answered(items=changed)["ECE of"] == is_met
+    for skill, is_met in ((far, False), (near, True)):
+        assert answered(items=items.model_copy(update={"brier_skill": skill}))["Brier skill"] == is_met
+    for difference, is_met in ((far, False), (near, True)):
+        words = [
+            one.model_copy(update={"log_loss_difference": difference}) if one.name == found.best_free else one
+            for one in found.comparisons
+        ]
+        assert answered(comparisons=tuple(words))["log-loss below"] == is_met
+    assert [answered(seed_agreement=share)["two seeds"] for share in (0.79, 0.8)] == [False, True]
+    assert [answered(by_catalogue_item=dict(enumerate(means)))["rarer items"] for means in ([1, 2, 3], [1, 3, 2])] == [
+        True,
+        False,
+    ]
+
+
+def test_the_committed_pages_follow_from_the_records(judged: Path, tmp_path: Path) -> None:
+    records, out = keep(tmp_path / "records", *whole_study(200)), tmp_path / "docs"
+    shutil.copy(judged / "calibration-log.json", records)
+
+    def report(*options: str) -> Result:
+        return CliRunner().invoke(app, ["report", "--from", str(records), "--out", str(out), *options])
+
+    assert report().exit_code == 0
+    page = (out / "confidence.md").read_text()
+    assert "[log](calibration-log/confidence.md)" in page
+    assert (out / "calibration-log" / "confidence.md").read_text() == (judged / REPORT).read_text()
+    assert report("--check").exit_code == 0
+
+    text = (records / "calibration-log.json").read_text()
+    (records / "calibration-log.json").write_text(re.sub(r'(?<="temperature": )[0-9.]+', "9.5", text))
+    checked = report("--check")
+    assert checked.exit_code == 1
+    assert "calibration-log/confidence.md, line 3: holds" in checked.stderr
 
 
 def refused(trained: TrainedRun, out: Path, *options: str | Path) -> str:
