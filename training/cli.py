@@ -24,6 +24,7 @@ from training.tables import DataError
 
 if TYPE_CHECKING:  # it takes torch's seconds to import
     from training.replay.evaluation import Replay
+    from training.retrain.store import Store
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
@@ -619,17 +620,28 @@ def forget(
     Its files stay read; a mended one, with other content, is read as any new file. A model that has learned the events
     keeps what it learned: roll back, or train once with retrain.start=scratch. Exit status 5: the job is running.
     """
-    with _errors_as_messages():
-        from training.retrain.lock import JobLocked, locked
-        from training.retrain.store import Store
-
-        try:
-            with locked(work):
-                removed = Store(work / "log").forget(ingest)
-        except JobLocked as error:
-            _complain([str(error)])
-            raise typer.Exit(5) from None
+    with _errors_as_messages(), _log_alone(work) as store:
+        removed = store.forget(ingest)
     _print({"ingest": ingest, "removed": removed} if as_json else f"{removed:,} events removed", as_json)
+
+
+@log_app.command()
+def erase(
+    user: Annotated[str, typer.Argument(help="The id, as the log has it.")],
+    work: WorkOption,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a user's events for good: those dated up to now do not come back either. Of the user a hash is kept.
+
+    A service's own `DELETE /v1/users/{id}` reaches the log by itself; this is for logs that are made of files. The
+    files are yours to clear. A model that has learned the events keeps what it learned until it is trained anew: train
+    once with retrain.start=scratch. Exit status 5: the job is running.
+    """
+    with _errors_as_messages(), _log_alone(work) as store:
+        from training.retrain.store import Incoming
+
+        removed = store.ingest(Incoming(erasures={user: time.time()})).erased
+    _print({"removed": removed} if as_json else f"{removed:,} events removed", as_json)
 
 
 @registry_app.command()
@@ -653,6 +665,22 @@ def rollback(registry: RegistryOption, as_json: AsJson = False) -> None:
 def main() -> None:
     """Entry point of `bft-train`."""
     app()
+
+
+@contextmanager
+def _log_alone(work: Path) -> "Iterator[Store]":
+    """The job's log, while no job runs. Raises Exit(5) if one does."""
+    from training.retrain.lock import JobLocked, locked
+    from training.retrain.store import Store
+
+    if not (work / "log").is_dir():
+        raise DataError(f"{work}: no log of `bft-train retrain` here; give the folder that the job has as --work")
+    try:
+        with locked(work):
+            yield Store(work / "log")
+    except JobLocked as error:
+        _complain([str(error)])
+        raise typer.Exit(5) from None
 
 
 def _complain(problems: list[str]) -> None:

@@ -54,7 +54,7 @@ def test_a_judgement_writes_a_record_and_the_report_that_follows_from_it(
     for question in found.questions:
         ndcg = {one.system: one.ndcg.value for one in question.systems}
         (gain,) = (one.ndcg_gain.value for one in question.systems if one.system == "plain")
-        assert gain == pytest.approx(ndcg["plain"] - ndcg["model"])
+        assert gain == pytest.approx(ndcg["model"] - ndcg["plain"])
 
 
 def test_what_does_not_compare_is_refused(held_out: Path, trained: TrainedRun, tmp_path: Path) -> None:

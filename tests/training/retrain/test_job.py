@@ -132,7 +132,7 @@ def test_the_job_goes_on_with_the_current_model_unless_it_is_told_of_another(two
     ]
     named = replace(current, manifest=current.manifest.model_copy(update={"name": "shop"}))
     assert [going_on(one, named, Run("", one)).model_name for one in (told()[0], told("name=ours")[0])] == [
-        "bft-sasrec",
+        "shop",
         "ours",
     ]
     assert "its model differs from the current one's in backbone, max_len, width, num_layers, ffn_width" in notes[0]
@@ -447,6 +447,22 @@ def test_the_command_shows_the_log_and_forgets_an_ingest(tmp_path: Path) -> None
     assert json.loads(CliRunner().invoke(app, ["log", "show", *work, "--json"]).stdout) == {"ingests": []}
     missing = CliRunner().invoke(app, ["log", "forget", "7", *work])
     assert (missing.exit_code, "there is no ingest 7; there were 2" in missing.stderr) == (2, True)
+
+
+def test_a_user_of_a_log_of_files_is_erased_by_a_command(tmp_path: Path) -> None:
+    log, work = Store(tmp_path / "work" / "log"), ["--work", str(tmp_path / "work")]
+    rows = {"user_id": ["u", "v"], "item_id": ["a", "b"], "timestamp": [0.0, 1.0], "weight": [1.0, 1.0]}
+    events = pl.DataFrame(rows | {"event_id": [None, None], "source": ["x.csv", "x.csv"]})
+    log.ingest(Incoming([events]))
+
+    erased = CliRunner().invoke(app, ["log", "erase", "u", *work, "--json"])
+
+    assert (erased.exit_code, json.loads(erased.stdout)) == (0, {"removed": 1})
+    again = Store(tmp_path / "work" / "log").ingest(Incoming([events]))
+    assert (again.new, again.duplicates, again.of_erased) == (0, 1, 1)
+    elsewhere = CliRunner().invoke(app, ["log", "erase", "u", "--work", str(tmp_path / "wrok")])
+    assert (elsewhere.exit_code, "no log of `bft-train retrain` here" in elsewhere.stderr) == (2, True)
+    assert not (tmp_path / "wrok").exists()
 
 
 def test_the_command_wants_a_source(tmp_path: Path) -> None:
