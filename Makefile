@@ -9,6 +9,9 @@ VENV ?= .venv
 PYTHON ?= python3
 WORKERS ?= 2
 
+# Files in their order: by default those of few tests come last, and a file of one long test would end alone.
+XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -27,11 +30,11 @@ serve: $(STAMP) ## Serve the model of the last `make demo`, with an embedded Val
 
 .PHONY: test
 test: $(STAMP) ## Run the tests
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest $(XDIST)
 
 .PHONY: test-full
 test-full: $(STAMP) ## Run the tests, those that take minutes too
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m ""
+	$(BIN)/pytest $(XDIST) -m ""
 
 .PHONY: docs-test
 docs-test: $(STAMP) ## Run every command of the README in an empty folder (minutes; KNOWN=FOLDER with Beauty.txt runs more)
