@@ -139,7 +139,10 @@ def night(config: JobConfig, place: Place, name: str) -> Run:
 
 
 def by_default(run: Run) -> str:
-    """What the gate would have said of the candidate's NDCG@10 with the margin that it has by default."""
+    """What the gate would have said of the candidate's NDCG@10, on the same slice, with the margin that it has by
+    default."""
+    if not run.questions:
+        return "not asked"
     found, margin = run.questions[0].found, GateConfig().margin * run.judged["current"]["ndcg@10"]
     return "passed" if found.low >= -margin else "failed" if found.high < -margin else "undecided"
 

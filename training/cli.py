@@ -675,9 +675,14 @@ def _log_alone(work: Path) -> "Iterator[Store]":
 
     if not (work / "log").is_dir():
         raise DataError(f"{work}: no log of `bft-train retrain` here; give the folder that the job has as --work")
+    from training.retrain.job import remove_past
+
     try:
         with locked(work):
-            yield Store(work / "log")
+            store = Store(work / "log")
+            yield store
+            # What a killed night had cut from the log would outlive what is removed now.
+            remove_past(work, store)
     except JobLocked as error:
         _complain([str(error)])
         raise typer.Exit(5) from None

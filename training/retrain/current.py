@@ -64,7 +64,7 @@ def going_on(config: JobConfig, current: Bundle | None, run: Run) -> JobConfig:
         kept["model"] = manifest.model
     if config.name is None and manifest.name != f"bft-{manifest.model.backbone}":
         kept["name"] = manifest.name
-    if config.event == "auto":
+    if "event" not in config.model_fields_set:
         # From night to night the share of repeats may cross the line, and what a confidence means would change.
         kept["event"] = manifest.event
     config = config.model_copy(update=kept)

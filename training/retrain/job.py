@@ -153,7 +153,7 @@ def _carry_out(
     try:
         take_in(store, config, outbox, work, run)
     finally:
-        _remove_past(work, store)
+        remove_past(work, store)
     current = registries.current_bundle(registry)
     manifest = None if current is None else current.manifest
     run.current = None if manifest is None else manifest.version
@@ -377,7 +377,7 @@ def _folder_of(work: Path, store: Store) -> Path:
     return work / "runs" / f"{store.index.ingests:06}"
 
 
-def _remove_past(work: Path, store: Store) -> None:
+def remove_past(work: Path, store: Store) -> None:
     """Remove the folders of unfinished runs over the log as it was: they hold whom it may have forgotten since."""
     for folder in (work / "runs").glob("*"):
         if folder != _folder_of(work, store):

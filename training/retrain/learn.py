@@ -84,6 +84,8 @@ def train_candidate(
     if len(split.validation) == 0:
         raise TooFewEvents("no user has two events before the slice of the newest, to choose an epoch and calibrate by")
     event = resolve_event(config.event, split.validation)
+    if len(askable(split.validation, event)) == 0:
+        raise TooFewEvents("every event to choose an epoch and calibrate by is on an item that its user had before")
     metadata = None if config.metadata is None else read_metadata(config.metadata)
     retired = _retired_by(current) if config.retired is None else read_retired(config.retired)
     split = replace(split, test=askable(split.test, event))

@@ -438,7 +438,7 @@ def _each_once(events: pl.DataFrame) -> pl.DataFrame:
     has_id = pl.col("event_id").is_not_null()
     events = events.filter(~has_id | pl.struct("user_id", "event_id").is_first_distinct())
     place = ["user_id", "item_id", "timestamp"]
-    by_place = ~has_id | (pl.col("source") == MERGED)
+    by_place = ~has_id | pl.col("source").eq_missing(MERGED)
     is_first = pl.struct(place).is_first_distinct()
     return events.filter(is_first | ~(by_place | by_place.first().over(place)))
 

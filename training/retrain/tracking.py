@@ -2,7 +2,7 @@
 
 The experiment and the registered model have the model's name. A run has the job's configuration as parameters, what was
 found and judged as metrics, and the report as an artifact; a published bundle is an artifact too, and a version of the
-model. The alias `current` is the version of what the registry has as current, at the end of each run.
+model. After each run the alias `current` is the version of the registry's current bundle, where MLflow has that.
 """
 
 import math
@@ -81,7 +81,7 @@ def track(uri: str, run: Run, report: Path, registry: Path) -> str:
         client.create_model_version(name, source, run_id, tags={"bundle": run.bundle})
     index = registries.read_index(registry)
     if index is not None:
-        # Somebody may have rolled back, or the server missed a night.
+        # Somebody may have rolled back.
         versions = client.search_model_versions(f"name = '{name}' and tags.bundle = '{index.current}'")
         if versions:
             client.set_registered_model_alias(name, CURRENT, str(max(int(one.version) for one in versions)))

@@ -19,6 +19,8 @@ DAY_S = 86_400
 REFERENCE_DAYS = 28
 """Days with events, the last before the window, whose median is the usual volume."""
 PSI_BINS = 10
+LEAST_PART_EVENTS = 2_000
+"""Of a part of the window that is checked by itself: of fewer, one eager user or one wrong clock would be too much."""
 LEAST_SHARE = 1e-4
 """Of a bin of the PSI: an empty one would make it infinite."""
 
@@ -171,11 +173,11 @@ def check_parts(
 ) -> list[Check]:
     """The checks that find poison, of what single ingests brought: what was refused one night stays so the next ones.
 
-    Among the events of further nights it would be too small a share to be seen. Ingests of fewer than
-    `limits.min_events` are put together; where all of them make one part, that is the window, and nothing is checked.
+    Among the events of further nights it would be too small a share to be seen. Ingests of fewer events than
+    `LEAST_PART_EVENTS` are put together; where all of them make one part, that is the window, and nothing is checked.
     Arguments as of `look` and `check`.
     """
-    parts = _parts(store, learned, limits.min_events, without_users)
+    parts = _parts(store, learned, max(limits.min_events, LEAST_PART_EVENTS), without_users)
     checks = []
     for first, last in parts if len(parts) > 1 else ():
         name = f"ingest {first}" if first == last else f"ingests {first} to {last}"

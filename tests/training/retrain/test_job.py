@@ -297,7 +297,8 @@ def test_shuffled_events_are_refused_and_named(copy: Path) -> None:
     ("log", "overrides", "reason"),
     [
         ("one day", [], "every event is in the slice of the newest"),
-        ("repeats", ["event=next_new_item"], "none of the newest events can be asked about"),
+        ("repeats", ["event=next_new_item"], "every event to choose an epoch and calibrate by is on an item that"),
+        ("late repeats", ["event=next_new_item"], "none of the newest events can be asked about"),
         ("visitors", [], "no user has two events before the slice"),
     ],
 )
@@ -308,7 +309,8 @@ def test_too_few_events_of_a_kind_leave_the_night_undecided(
     rows = ["user_id,item_id,timestamp"]
     for number in range(800):
         user = number if log == "visitors" else number % 40
-        item = number // 40 % 4 if log == "repeats" else number % 17
+        visit = number // 40
+        item = {"repeats": visit % 4, "late repeats": visit % 10}.get(log, number % 17)
         rows.append(f"u{user},i{item},{1 if log == 'one day' else number}")
     (tmp_path / "in" / "monday.csv").write_text("\n".join(rows) + "\n")
 
@@ -454,10 +456,12 @@ def test_a_user_of_a_log_of_files_is_erased_by_a_command(tmp_path: Path) -> None
     rows = {"user_id": ["u", "v"], "item_id": ["a", "b"], "timestamp": [0.0, 1.0], "weight": [1.0, 1.0]}
     events = pl.DataFrame(rows | {"event_id": [None, None], "source": ["x.csv", "x.csv"]})
     log.ingest(Incoming([events]))
+    (tmp_path / "work" / "runs" / "000001" / "shards").mkdir(parents=True)
 
     erased = CliRunner().invoke(app, ["log", "erase", "u", *work, "--json"])
 
     assert (erased.exit_code, json.loads(erased.stdout)) == (0, {"removed": 1})
+    assert not any((tmp_path / "work" / "runs").iterdir()), "what a killed night had cut from the log"
     again = Store(tmp_path / "work" / "log").ingest(Incoming([events]))
     assert (again.new, again.duplicates, again.of_erased) == (0, 1, 1)
     elsewhere = CliRunner().invoke(app, ["log", "erase", "u", "--work", str(tmp_path / "wrok")])

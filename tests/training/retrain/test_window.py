@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from training.retrain import window as windows
 from training.retrain.store import EVENT_SCHEMA, SESSION, Incoming, Learned, Store
 from training.retrain.window import (
     DAY_S,
@@ -169,7 +170,10 @@ def test_an_event_of_the_future_that_was_learned_makes_no_other_late(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["busiest_user", "future", "popularity"])
-def test_poison_is_found_among_the_clean_events_of_further_nights(name: str, tmp_path: Path) -> None:
+def test_poison_is_found_among_the_clean_events_of_further_nights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "LEAST_PART_EVENTS", 500)
     clean = [ordinary(6000, 50 + 10 * night, 10, seed=night) for night in range(2, 5)]
     few = ordinary(20, 49, 1, seed=9)
     store = log(tmp_path, ordinary(4000, 0, 40), [*ordinary(1000, 40, 10, seed=1), *POISON[name]], few, *clean)
@@ -183,7 +187,10 @@ def test_poison_is_found_among_the_clean_events_of_further_nights(name: str, tmp
     assert all(one.is_met for one in check_parts(store, Learned(1), NOW, Limits()))
 
 
-def test_small_ingests_are_checked_together_and_a_single_part_by_the_window_alone(tmp_path: Path) -> None:
+def test_small_ingests_are_checked_together_and_a_single_part_by_the_window_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "LEAST_PART_EVENTS", 500)
     parts = [ordinary(200, 40 + 5 * number, 5, seed=number) for number in range(1, 8)]
     store = log(tmp_path, ordinary(4000, 0, 40), *parts)
 
